@@ -6,19 +6,14 @@ In: numbers from workers. Out: one float per name. Token-weighted means stay exa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-
-FROM_MOMENTS: dict[str, Callable[[float, float], float]] = {
-    "eff_sample_size": lambda mean, square: mean * mean / square if square else 0.0,
-}
-"""Name -> how a metric is computed from the mean of its values and the mean of their squares."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A value and its weight under one way of reducing it: mean (weighted), sum, max, min, std (unbiased),
-    or a name of FROM_MOMENTS.
+    """A value and its weight under one way of reducing it: mean (weighted), sum, max, min, std (unbiased), or
+    eff_sample_size.
 
     >>> merge([{"loss": mean(2.0, weight=1)}, {"loss": mean(5.0, weight=2)}])["loss"].value
     4.0
@@ -30,15 +25,15 @@ class Metric:
     center: float = 0.0
     """The mean, for a standard deviation."""
     moments: tuple[float, float] = (0.0, 0.0)
-    """Mean of the values and mean of their squares, for FROM_MOMENTS."""
+    """Mean of the values and mean of their squares, for an effective sample size."""
 
     def __add__(self, other: Metric) -> Metric:
         assert self.how == other.how, f"one metric reduced both by {self.how} and by {other.how}"
         if self.how == "mean":
             return mean(self._mean_with(other, self.value, other.value), self.weight + other.weight)
-        if self.how in FROM_MOMENTS:
+        if self.how == "eff_sample_size":
             moments = [self._mean_with(other, *pair) for pair in zip(self.moments, other.moments)]
-            return from_moments(self.how, moments[0], moments[1], self.weight + other.weight)
+            return eff_sample_size(*moments, weight=self.weight + other.weight)
         if self.how == "std":
             return self._spread_with(other)
         if self.how == "sum":
@@ -81,14 +76,15 @@ def minimum(value: float) -> Metric:
     return Metric("min", float(value))
 
 
-def from_moments(how: str, mean: float, square: float, weight: float) -> Metric:
-    """A metric of `weight` values that have this mean and this mean of squares; `how`: a key of FROM_MOMENTS.
+def eff_sample_size(mean: float, square: float, *, weight: float) -> Metric:
+    """The effective sample size of `weight` values with this mean and this mean of squares, as a share.
 
-    >>> parts = [{"size": from_moments("eff_sample_size", x, x * x, weight=1)} for x in (1.0, 3.0)]
+    >>> parts = [{"size": eff_sample_size(x, x * x, weight=1)} for x in (1.0, 3.0)]
     >>> merge(parts)["size"].value  # 2 squared, divided by (1 + 9) / 2
     0.8
     """
-    return Metric(how, FROM_MOMENTS[how](mean, square), weight, moments=(mean, square))
+    share = mean * mean / square if square else 0.0
+    return Metric("eff_sample_size", share, weight, moments=(mean, square))
 
 
 def spread(value: float, weight: float, center: float) -> Metric:

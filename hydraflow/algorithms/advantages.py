@@ -1,8 +1,8 @@
 """Computes advantages from rewards, with the estimator that `algorithm.adv_estimator` names.
 
 In: all rows of a step at once (whitening spans the batch and groups must be whole). Out: advantages and
-returns, (N,) each, 0 where the mask is 0. Left out on purpose: the estimators themselves, one file each;
-`ESTIMATORS` in `config.py` lists them.
+returns, (N,) each, 0 where the mask is 0; nothing here has a gradient. Left out on purpose: the estimators
+themselves, one file each; `ESTIMATORS` in `config.py` lists them.
 """
 
 from __future__ import annotations

@@ -14,10 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydraflow.algorithms.groups import group_scores
+from hydraflow.algorithms.groups import Groups
 
 
-@torch.no_grad()
 def asymre(scores: Tensor, *, group_ids: Tensor, asymre_baseline_shift: float) -> Tensor:
     """Advantages (B,) of trajectories with these scores (B,).
 
@@ -27,5 +26,5 @@ def asymre(scores: Tensor, *, group_ids: Tensor, asymre_baseline_shift: float) -
     >>> asymre(scores, group_ids=ids, asymre_baseline_shift=-0.5).tolist()
     [-0.5, 1.5]
     """
-    group = group_scores(scores, group_ids)
-    return torch.where(group.size == 1, scores, group.centred - asymre_baseline_shift)
+    groups = Groups(group_ids)
+    return torch.where(groups.size == 1, scores, groups.centred(scores) - asymre_baseline_shift)

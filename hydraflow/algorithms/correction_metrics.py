@@ -15,7 +15,7 @@ from torch import Tensor
 from hydraflow.algorithms.correction import Correction, Rejection, Weighting
 from hydraflow.algorithms.policy_loss import bounded
 from hydraflow.algorithms.token_terms import keep
-from hydraflow.metrics import Metric, from_moments, maximum, mean, minimum, spread
+from hydraflow.metrics import Metric, eff_sample_size, maximum, mean, minimum, spread
 
 PREFIX = "rollout_corr"
 
@@ -93,9 +93,7 @@ def _of_weights(weighting: Weighting, tokens: _Tokens) -> dict[str, Metric]:
     found = _spread(name, chosen) | _spread(f"{name}seq_", per_row)
     found |= {f"{name}max": maximum(float(ratio.max())), f"{name}min": minimum(float(ratio.min()))}
     square = float(chosen.square().mean())
-    found[f"{name}eff_sample_size"] = from_moments(
-        "eff_sample_size", float(chosen.mean()), square, len(chosen)
-    )
+    found[f"{name}eff_sample_size"] = eff_sample_size(float(chosen.mean()), square, weight=len(chosen))
     found[f"{name}seq_max_deviation"] = maximum(float((per_row - 1.0).abs().max()))
     each = ratio if weighting.level == "token" else ratio_of_row
     shares = {

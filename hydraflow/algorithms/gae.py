@@ -16,13 +16,11 @@ A custom estimator may call `gae` with a gamma or lambda per token.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from hydraflow.algorithms.trained_tokens import TrainedTokens
 
 
-@torch.no_grad()
 def gae(
     rewards: Tensor,
     mask: Tensor,

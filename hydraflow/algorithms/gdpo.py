@@ -17,7 +17,6 @@ from torch import Tensor
 from hydraflow.algorithms.grpo import grpo
 
 
-@torch.no_grad()
 def gdpo(
     scores: Tensor,
     *,

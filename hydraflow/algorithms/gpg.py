@@ -12,10 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydraflow.algorithms.groups import group_scores
+from hydraflow.algorithms.groups import Groups
 
 
-@torch.no_grad()
 def gpg(scores: Tensor, *, group_ids: Tensor) -> Tensor:
     """Advantages (B,) of all trajectories of a step, with these scores (B,).
 
@@ -24,6 +23,6 @@ def gpg(scores: Tensor, *, group_ids: Tensor) -> Tensor:
     >>> gpg(torch.tensor([0.0, 2.0, 0.0, 0.0]), group_ids=torch.tensor([0, 0, 1, 1])).tolist()  # alpha = 4
     [-4.0, 4.0, 0.0, 0.0]
     """
-    group = group_scores(scores, group_ids)
+    groups = Groups(group_ids)
     alpha = len(scores) / scores.count_nonzero().clamp(min=1).to(scores.dtype)
-    return alpha * torch.where(group.size == 1, scores, group.centred)
+    return alpha * torch.where(groups.size == 1, scores, groups.centred(scores))

@@ -12,10 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydraflow.algorithms.groups import group_scores
+from hydraflow.algorithms.groups import Groups
 
 
-@torch.no_grad()
 def grpo(scores: Tensor, *, group_ids: Tensor, norm_adv_by_std_in_grpo: bool = True) -> Tensor:
     """Advantages (B,) of trajectories with these scores (B,).
 
@@ -25,9 +24,9 @@ def grpo(scores: Tensor, *, group_ids: Tensor, norm_adv_by_std_in_grpo: bool = T
     >>> grpo(scores, group_ids=ids, norm_adv_by_std_in_grpo=False).tolist()
     [-1.0, 1.0]
     """
-    group = group_scores(scores, group_ids)
-    alone = group.size == 1
-    advantages = torch.where(alone, scores, group.centred)
+    groups = Groups(group_ids)
+    alone = groups.size == 1
+    advantages = torch.where(alone, scores, groups.centred(scores))
     if norm_adv_by_std_in_grpo:
-        advantages = advantages / (torch.where(alone, 1.0, group.std) + 1e-6)
+        advantages = advantages / (torch.where(alone, 1.0, groups.std(scores)) + 1e-6)
     return advantages

@@ -13,10 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydraflow.algorithms.groups import group_best, group_scores, group_sums
+from hydraflow.algorithms.groups import Groups
 
 
-@torch.no_grad()
 def grpo_passk(scores: Tensor, *, group_ids: Tensor, norm_adv_by_std_in_grpo: bool) -> Tensor:
     """Advantages (B,) of trajectories with these scores (B,).
 
@@ -26,10 +25,10 @@ def grpo_passk(scores: Tensor, *, group_ids: Tensor, norm_adv_by_std_in_grpo: bo
     >>> grpo_passk(scores, group_ids=ids, norm_adv_by_std_in_grpo=False).tolist()
     [0.0, 2.0, 0.0, 0.0, 0.0]
     """
-    group = group_scores(scores, group_ids)
-    is_best = scores == group_best(scores, group_ids)
-    shares = group_sums(is_best.to(scores.dtype), group_ids)
-    second = group_best(scores.masked_fill(is_best, -torch.inf), group_ids)
-    wins = is_best & (shares == 1) & (group.size > 1)
+    groups = Groups(group_ids)
+    is_best = scores == groups.best(scores)
+    shares = groups.sums(is_best.to(scores.dtype))
+    second = groups.best(scores.masked_fill(is_best, -torch.inf))
+    wins = is_best & (shares == 1) & (groups.size > 1)
     advantages = torch.where(wins, scores - second, 0.0)
-    return advantages / (group.std + 1e-6) if norm_adv_by_std_in_grpo else advantages
+    return advantages / (groups.std(scores) + 1e-6) if norm_adv_by_std_in_grpo else advantages

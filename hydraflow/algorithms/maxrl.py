@@ -12,13 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydraflow.algorithms.groups import group_best, group_scores, group_sums
+from hydraflow.algorithms.groups import Groups
 
 _ROUNDING = 1e-6
 """A mean that is smaller than this share of the largest score counts as 0."""
 
 
-@torch.no_grad()
 def maxrl(scores: Tensor, *, group_ids: Tensor) -> Tensor:
     """Advantages (B,) of trajectories with these scores (B,), which should be 0 or 1.
 
@@ -27,7 +26,7 @@ def maxrl(scores: Tensor, *, group_ids: Tensor) -> Tensor:
     >>> maxrl(torch.tensor([1.0, 0.0, 0.0, 0.0]), group_ids=torch.zeros(4, dtype=torch.int64)).tolist()
     [3.0, -1.0, -1.0, -1.0]
     """
-    found = group_scores(scores, group_ids)
-    mean = group_sums(scores, group_ids) / found.size  # (B,) of its group
-    is_above = mean > _ROUNDING * group_best(scores.abs(), group_ids)
-    return torch.where(is_above, found.centred / mean.where(is_above, torch.ones_like(mean)), 0.0)
+    groups = Groups(group_ids)
+    mean = groups.sums(scores) / groups.size  # (B,)
+    is_above = mean > _ROUNDING * groups.best(scores.abs())
+    return torch.where(is_above, groups.centred(scores) / mean.where(is_above, torch.ones_like(mean)), 0.0)

@@ -17,12 +17,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydraflow.algorithms.groups import group_best, group_scores, group_sums
+from hydraflow.algorithms.groups import Groups
 from hydraflow.algorithms.reinforce import reinforce
 from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms
 
 
-@torch.no_grad()
 def opmd_advantages(scores: Tensor, *, group_ids: Tensor, opmd_tau: float) -> Tensor:
     """Advantages (B,) of trajectories with these scores (B,).
 
@@ -32,9 +31,10 @@ def opmd_advantages(scores: Tensor, *, group_ids: Tensor, opmd_tau: float) -> Te
     >>> opmd_advantages(scores, group_ids=ids, opmd_tau=1.0)  # the baseline is log((1 + 4) / 2)
     tensor([-0.9163,  0.4700])
     """
-    best, size = group_best(scores, group_ids), group_scores(scores, group_ids).size
-    mean = group_sums(((scores - best) / opmd_tau).exp(), group_ids) / size.to(scores.dtype)
-    return torch.where(size == 1, scores, scores - best - opmd_tau * mean.log())
+    groups = Groups(group_ids)
+    gap = scores - groups.best(scores)
+    mean = groups.sums((gap / opmd_tau).exp()) / groups.size.to(scores.dtype)
+    return torch.where(groups.size == 1, scores, gap - opmd_tau * mean.log())
 
 
 def opmd(tokens: TokenInputs, *, opmd_tau: float) -> TokenTerms:

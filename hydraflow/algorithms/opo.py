@@ -11,10 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydraflow.algorithms.groups import centred_by_weight, group_scores
+from hydraflow.algorithms.groups import Groups
 
 
-@torch.no_grad()
 def opo(scores: Tensor, *, group_ids: Tensor, trained_tokens: Tensor) -> Tensor:
     """Advantages (B,) of trajectories with these scores (B,).
 
@@ -25,5 +24,5 @@ def opo(scores: Tensor, *, group_ids: Tensor, trained_tokens: Tensor) -> Tensor:
     >>> opo(scores, group_ids=ids, trained_tokens=torch.tensor([3, 1])).tolist()  # the baseline is 2
     [-1.0, 3.0]
     """
-    alone = group_scores(scores, group_ids).size == 1
-    return torch.where(alone, scores, centred_by_weight(scores, group_ids, trained_tokens))
+    groups = Groups(group_ids)
+    return torch.where(groups.size == 1, scores, groups.centred(scores, trained_tokens))

@@ -24,7 +24,6 @@ from torch import Tensor
 from hydraflow.algorithms.trained_tokens import TrainedTokens
 
 
-@torch.no_grad()
 def optimal_token_baseline(
     rewards: Tensor,
     mask: Tensor,
@@ -46,7 +45,6 @@ def optimal_token_baseline(
     return _less_baseline(tokens, rewards, old_log_probs, sum_pi_squared, group, position, has_others)
 
 
-@torch.no_grad()
 def tir_optimal_token_baseline(
     rewards: Tensor,
     mask: Tensor,

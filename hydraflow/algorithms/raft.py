@@ -13,10 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydraflow.algorithms.groups import group_best, group_scores, group_sums
+from hydraflow.algorithms.groups import Groups
 
 
-@torch.no_grad()
 def raft(scores: Tensor, *, group_ids: Tensor) -> Tensor:
     """Advantages (B,) of trajectories with these scores (B,).
 
@@ -25,7 +24,8 @@ def raft(scores: Tensor, *, group_ids: Tensor) -> Tensor:
     >>> raft(torch.tensor([0.0, 2.0, 2.0, 1.0, 1.0]), group_ids=torch.tensor([0, 0, 0, 8, 8])).tolist()
     [0.0, 0.5, 0.5, 0.0, 0.0]
     """
-    is_best = scores == group_best(scores, group_ids)
-    shares = group_sums(is_best.to(scores.dtype), group_ids)
-    stands_out = is_best & (shares < group_scores(scores, group_ids).size)
+    groups = Groups(group_ids)
+    is_best = scores == groups.best(scores)
+    shares = groups.sums(is_best.to(scores.dtype))
+    stands_out = is_best & (shares < groups.size)
     return torch.where(stands_out, 1 / shares, 0.0)

@@ -12,14 +12,12 @@ without a discount, and a reward on one of them is ignored.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from hydraflow.algorithms.grpo import grpo
 from hydraflow.algorithms.trained_tokens import TrainedTokens
 
 
-@torch.no_grad()
 def discounted_return(
     rewards: Tensor, mask: Tensor, lengths: Tensor, *, gamma: float
 ) -> tuple[Tensor, Tensor]:
@@ -27,6 +25,7 @@ def discounted_return(
 
     `rewards`, `mask`: (N,), the tokens of all rows; `lengths`: (B,).
 
+    >>> import torch
     >>> rewards, mask = torch.tensor([1.0, 50.0, 2.0]), torch.tensor([1, 0, 1])
     >>> discounted_return(rewards, mask, torch.tensor([3]), gamma=0.5)[1].tolist()
     [2.0, 0.0, 2.0]
@@ -36,7 +35,6 @@ def discounted_return(
     return returns, returns
 
 
-@torch.no_grad()
 def reinforce_plus_plus_baseline(scores: Tensor, *, group_ids: Tensor) -> Tensor:
     """Advantages (B,), before they are whitened, of trajectories with these scores (B,): Dr. GRPO's.
 

@@ -8,13 +8,11 @@ The greedy response is sampled and scored with the others, but not trained on.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from hydraflow.algorithms.trained_tokens import TrainedTokens
 
 
-@torch.no_grad()
 def remax(
     rewards: Tensor, mask: Tensor, lengths: Tensor, *, reward_baselines: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -22,6 +20,7 @@ def remax(
 
     `rewards`, `mask`: (N,), the tokens of all rows; `lengths`: (B,); `reward_baselines`: (B,).
 
+    >>> import torch
     >>> rewards, baseline = torch.tensor([0.0, 3.0]), torch.tensor([2.0])
     >>> remax(rewards, torch.ones(2), torch.tensor([2]), reward_baselines=baseline)[0].tolist()
     [1.0, 1.0]

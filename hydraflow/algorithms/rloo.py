@@ -13,10 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydraflow.algorithms.groups import group_scores
+from hydraflow.algorithms.groups import Groups
 
 
-@torch.no_grad()
 def rloo(scores: Tensor, *, group_ids: Tensor) -> Tensor:
     """Advantages (B,) of trajectories with these scores (B,).
 
@@ -25,17 +24,16 @@ def rloo(scores: Tensor, *, group_ids: Tensor) -> Tensor:
     >>> rloo(torch.tensor([1.0, 2.0, 6.0]), group_ids=torch.tensor([0, 0, 0])).tolist()
     [-3.0, -1.5, 4.5]
     """
-    size = group_scores(scores, group_ids).size
-    return torch.where(size == 1, scores, rloo_vectorized(scores, group_ids=group_ids))
+    alone = Groups(group_ids).size == 1
+    return torch.where(alone, scores, rloo_vectorized(scores, group_ids=group_ids))
 
 
-@torch.no_grad()
 def rloo_vectorized(scores: Tensor, *, group_ids: Tensor) -> Tensor:
     """As `rloo`, with 0 for a group of one.
 
     >>> rloo_vectorized(torch.tensor([1.0, 2.0, 6.0]), group_ids=torch.tensor([0, 0, 8])).tolist()
     [-1.0, 1.0, 0.0]
     """
-    group = group_scores(scores, group_ids)
-    others = (group.size - 1).clamp(min=1).to(scores.dtype)
-    return group.centred * group.size / others
+    groups = Groups(group_ids)
+    others = (groups.size - 1).clamp(min=1).to(scores.dtype)
+    return groups.centred(scores) * groups.size / others

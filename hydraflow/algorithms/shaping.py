@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hydraflow.algorithms.config import AlgorithmConfig
-from hydraflow.algorithms.groups import GroupScores, group_scores
+from hydraflow.algorithms.groups import Groups
 from hydraflow.algorithms.running import RunningMoments
 from hydraflow.algorithms.samples import Samples
 
@@ -88,10 +88,8 @@ def length_reward(lengths: Tensor, right: Tensor, ids: Tensor) -> Tensor:
     >>> length_reward(lengths, right, torch.tensor([4, 4, 4])).tolist()
     [0.0, 0.0, -0.5]
     """
-    _, index = torch.unique(ids, return_inverse=True)
-    zeros = lengths.new_zeros(int(index.max()) + 1 if len(index) else 0)
-    least = zeros.scatter_reduce(0, index, lengths, reduce="amin", include_self=False)[index]
-    most = zeros.scatter_reduce(0, index, lengths, reduce="amax", include_self=False)[index]
+    groups = Groups(ids)
+    least, most = -groups.best(-lengths), groups.best(lengths)
     reward = 0.5 - (lengths - least) / (most - least).clamp(min=1.0)
     reward = torch.where(right, reward, reward.clamp(max=0.0))
     return torch.where(most > least, reward, 0.0)
@@ -106,18 +104,20 @@ def _normalized(
     if "running" in (config.norm_mean_type, config.norm_std_type):
         seen.take(of_samples)
 
-    def relative(kind: str) -> GroupScores:
+    def moments(kind: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores less their mean, their standard deviation, and their number."""
         if kind == "running":
             like = torch.full_like(of_samples, seen.std)
-            return GroupScores(of_samples - seen.mean, like, torch.full_like(ids, seen.count))
-        return group_scores(of_samples, ids if kind == "group" else torch.zeros_like(ids))
+            return of_samples - seen.mean, like, torch.full_like(ids, seen.count)
+        groups = Groups(ids if kind == "group" else torch.zeros_like(ids))
+        return groups.centred(of_samples), groups.std(of_samples), groups.size
 
     centred, std = of_samples, torch.ones_like(of_samples)
     if config.norm_mean_type:
-        found = relative(config.norm_mean_type)
-        centred = torch.where(found.size == 1, of_samples, found.centred)
+        found, _, size = moments(config.norm_mean_type)
+        centred = torch.where(size == 1, of_samples, found)
     if config.norm_std_type:
-        found = relative(config.norm_std_type)
-        std = torch.where((found.size == 1) | (found.std == 0), 1.0, found.std + 1e-6)
+        _, found, size = moments(config.norm_std_type)
+        std = torch.where((size == 1) | (found == 0), 1.0, found + 1e-6)
     apart = scores - joined.to_rows(of_samples)  # differences between rows of one sample are kept
     return (joined.to_rows(centred) + apart) / joined.to_rows(std)

@@ -74,7 +74,7 @@ class TrainedTokens:
 
 def _following(values: Tensor, lengths: Tensor) -> Tensor:
     """The value after each in its row, 0 after the last. lengths: of the rows of `values` (n,)."""
-    after = torch.cat([values[1:], values.new_zeros(min(1, len(values)))])
+    after = _ahead(values, 1)
     after[lengths.cumsum(0)[lengths > 0] - 1] = 0
     return after
 

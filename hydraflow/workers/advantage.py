@@ -17,7 +17,7 @@ from hydraflow.algorithms.advantages import estimate_advantages
 from hydraflow.algorithms.config import ESTIMATORS, AlgorithmConfig, compares_groups
 from hydraflow.algorithms.diagnostics import probs_diff_name, rollout_probs_diff
 from hydraflow.algorithms.distillation.terms import Distillation
-from hydraflow.algorithms.groups import group_scores
+from hydraflow.algorithms.groups import Groups
 from hydraflow.algorithms.kl import kl_penalty
 from hydraflow.algorithms.kl_control import make_kl_controller
 from hydraflow.algorithms.running import RunningMoments
@@ -294,11 +294,12 @@ def _data_metrics(
 def _group_metrics(scores: torch.Tensor, ids: torch.Tensor) -> dict[str, float]:
     """The share of groups (the responses to one prompt) whose scores are all equal, so that they give no
     learning signal. Single rows do not count as groups; {} if there are no others."""
-    group = group_scores(scores, ids)
-    of_row = (group.size > 1) / group.size  # a group's rows count as one
+    groups = Groups(ids)
+    of_row = (groups.size > 1) / groups.size  # a group's rows count as one
     if not of_row.any():
         return {}
-    return {"critic/groups/no_signal_ratio": float((of_row * (group.std == 0)).sum() / of_row.sum())}
+    share = (of_row * (groups.std(scores) == 0)).sum() / of_row.sum()
+    return {"critic/groups/no_signal_ratio": float(share)}
 
 
 def spread(name: str, column: torch.Tensor) -> dict[str, float]:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydraflow.algorithms.groups import group_scores
+from hydraflow.algorithms.groups import Groups
 from hydraflow.algorithms.samples import Samples
 from hydraflow.algorithms.token_terms import keep
 from hydraflow.algorithms.trained_tokens import TrainedTokens, row_sums, whiten
@@ -95,31 +95,32 @@ def test_samples_whose_rows_all_have_the_same_score_tie(score):
     assert means.tolist() == torch.full((2,), score).tolist()
 
 
-def test_group_scores_by_hand():
+def test_groups_by_hand():
     scores = torch.tensor([1.0, 10.0, 3.0, 7.0, 20.0], dtype=torch.float64)
-    group = group_scores(scores, torch.tensor([4, -1, 4, 99, -1]))
-    assert group.centred.tolist() == [-1.0, -5.0, 1.0, 0.0, 5.0]
-    assert group.std.tolist() == pytest.approx(
+    groups = Groups(torch.tensor([4, -1, 4, 99, -1]))
+    assert groups.centred(scores).tolist() == [-1.0, -5.0, 1.0, 0.0, 5.0]
+    assert groups.std(scores).tolist() == pytest.approx(
         [math.sqrt(2), math.sqrt(50), math.sqrt(2), 0.0, math.sqrt(50)]
     )
-    assert group.size.tolist() == [2, 2, 2, 1, 2]
+    assert groups.size.tolist() == [2, 2, 2, 1, 2]
 
 
 @pytest.mark.parametrize("score", [0.1, 0.7, -3.3, 1e6 + 0.1])
 def test_equal_scores_of_a_group_differ_by_exactly_nothing(score):
-    group = group_scores(torch.full((7,), score), torch.zeros(7, dtype=torch.int64))
-    assert group.centred.tolist() == [0.0] * 7
-    assert group.std.tolist() == [0.0] * 7
+    groups, scores = Groups(torch.zeros(7, dtype=torch.int64)), torch.full((7,), score)
+    assert groups.centred(scores).tolist() == [0.0] * 7
+    assert groups.std(scores).tolist() == [0.0] * 7
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 4), st.floats(-10, 10)), min_size=1, max_size=12))
-def test_group_scores_agree_with_a_loop(rows):
+def test_groups_agree_with_a_loop(rows):
     ids, scores = [i for i, _ in rows], [s for _, s in rows]
-    group = group_scores(torch.tensor(scores, dtype=torch.float64), torch.tensor(ids))
+    groups, column = Groups(torch.tensor(ids)), torch.tensor(scores, dtype=torch.float64)
+    centred, std = groups.centred(column), groups.std(column)
     for row, (i, score) in enumerate(rows):
         members = [s for j, s in rows if j == i]
         mean = sum(members) / len(members)
-        assert group.centred[row].item() == pytest.approx(score - mean, abs=1e-10)
+        assert centred[row].item() == pytest.approx(score - mean, abs=1e-10)
         variance = sum((s - mean) ** 2 for s in members) / max(len(members) - 1, 1)
-        assert group.std[row].item() == pytest.approx(math.sqrt(variance), abs=1e-10)
+        assert std[row].item() == pytest.approx(math.sqrt(variance), abs=1e-10)
