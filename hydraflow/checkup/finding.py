@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 from hydraflow.errors import Problem
 from hydraflow.redact import public_text
@@ -37,20 +38,10 @@ class CheckSkipped(Exception):
     """A check has nothing to check; the message says why."""
 
 
-def ok(evidence: str) -> Finding:
-    return Finding(State.OK, evidence)
-
-
-def note(evidence: str, remedy: str = "") -> Finding:
-    return Finding(State.NOTE, evidence, remedy)
-
-
-def warning(evidence: str, remedy: str = "") -> Finding:
-    return Finding(State.WARNING, evidence, remedy)
-
-
-def problem(evidence: str, remedy: str = "") -> Finding:
-    return Finding(State.PROBLEM, evidence, remedy)
+ok = partial(Finding, State.OK)
+note = partial(Finding, State.NOTE)
+warning = partial(Finding, State.WARNING)
+problem = partial(Finding, State.PROBLEM)
 
 
 def of_problem(found: Problem) -> Finding:

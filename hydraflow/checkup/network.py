@@ -15,6 +15,7 @@ from pathlib import Path
 from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import CheckSkipped, Finding, note, ok, problem
 from hydraflow.dispatch import cluster
+from hydraflow.system.network import ANYWHERE, source_address
 from hydraflow.system.node_folder import RAY_BASE
 from hydraflow.trainer.machine import require_room, scoring_pool, training_pool
 
@@ -40,12 +41,8 @@ def check_ports(context: CheckContext) -> Iterator[Finding]:
 
 def own_addresses() -> list[str]:
     """Loopback, and the address by which other machines would reach this one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("8.8.8.8", 1))  # sends nothing: it only looks up the route
-            return list(dict.fromkeys(["127.0.0.1", probe.getsockname()[0]]))
-        except OSError:
-            return ["127.0.0.1"]
+    outside = source_address(ANYWHERE)
+    return ["127.0.0.1", *([outside] if outside else [])]
 
 
 def unreachable(address: str) -> str | None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import State
-from hydraflow.checkup.table import CHECKS, Check, Result, run_checks, within
+from hydraflow.checkup.table import CHECKS, Check, Result, run_checks
 from hydraflow.checkup.trackers import look_at
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.trainer.config import LoopConfig
@@ -29,7 +29,7 @@ def require_healthy(
 ) -> None:
     """Raises ConfigError with every problem of the fast checks; logs their warnings. Keys and
     files with a `known` problem are not reported again: two checks may open the same file."""
-    fast = [replace(check, seconds=lambda context: SECONDS) for check in checks if check.fast]
+    fast = [replace(check, seconds=SECONDS) for check in checks if check.fast]
     _warn_or_raise(list(run_checks(context, fast)), known)
 
 
@@ -46,9 +46,8 @@ def _warn_or_raise(results: Sequence[Result], known: Sequence[Problem]) -> None:
 
 def require_trackers(trainer: LoopConfig, *, known: Sequence[Problem] = ()) -> None:
     """As `require_healthy`, for the trackers only: the other checks need a PPO configuration."""
-    looked = Check("trackers", lambda context: look_at(trainer))
-    findings = within(SECONDS, looked, None)
-    _warn_or_raise([Result(looked.name, tuple(findings), 0.0)], known)
+    looked = Check("trackers", lambda context: look_at(trainer), seconds=SECONDS)
+    _warn_or_raise(list(run_checks(None, [looked])), known)
 
 
 def _problems(result: Result, already_reported: tuple[str, ...]) -> list[Problem]:

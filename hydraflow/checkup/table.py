@@ -8,11 +8,11 @@ cannot run yet, and the batch plan's rules, whose numbers `python -m hydraflow.p
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -37,6 +37,8 @@ from hydraflow.generation.config import GENERATION_ENGINES
 
 SECONDS = 20.0
 """Default time limit of a check."""
+PROBED = libraries.PROBE_SECONDS + SECONDS
+"""That of a check which imports a library."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Check:
     """From `CheckContext` to findings."""
     fast: bool = False
     """Whether it takes milliseconds, so that main_ppo runs it at every start."""
-    seconds: Callable[[CheckContext], float] = lambda context: SECONDS
+    seconds: float | Callable[[Any], float] = SECONDS
     """Time limit, after which the check is abandoned."""
 
 
@@ -87,22 +89,18 @@ CHECKS = (
     Check("library versions", libraries.check_versions, fast=True),
     Check("tensordict and torch", libraries.check_tensordict, fast=True),
     *(
-        Check(
-            f"{engine.needs.name} and torch",
-            functools.partial(libraries.check_generation, name),
-            seconds=lambda _: libraries.PROBE_SECONDS + SECONDS,
-        )
+        Check(f"{engine.needs.name} and torch", partial(libraries.check_generation, name), seconds=PROBED)
         for name, engine in GENERATION_ENGINES.items()
         if engine.needs is not None
     ),
-    Check("Megatron-Core", libraries.check_megatron, seconds=lambda _: libraries.PROBE_SECONDS + SECONDS),
-    Check("flash-attn", libraries.check_flash_attention, seconds=lambda _: libraries.PROBE_SECONDS + SECONDS),
-    Check("Triton", libraries.check_triton, seconds=lambda _: libraries.PROBE_SECONDS + SECONDS),
+    Check("Megatron-Core", libraries.check_megatron, seconds=PROBED),
+    Check("flash-attn", libraries.check_flash_attention, seconds=PROBED),
+    Check("Triton", libraries.check_triton, seconds=PROBED),
     Check("configuration", check_settings),
     Check("batch plan", check_plan),
     Check("processors", limits.check_processors, fast=True),
     Check("devices", memory.check_devices, fast=True),
-    Check("GPUs, used", memory.check_gpus, seconds=lambda _: memory.GPU_SECONDS + SECONDS),
+    Check("GPUs, used", memory.check_gpus, seconds=memory.GPU_SECONDS + SECONDS),
     Check("host memory", memory.check_host_memory, fast=True),
     Check("shared memory", limits.check_shared_memory, fast=True),
     Check("open files", limits.check_open_files, fast=True),
@@ -112,25 +110,27 @@ CHECKS = (
     Check("ports", network.check_ports, fast=True),
     Check("Ray", network.check_ray, fast=True),
     Check("trackers", trackers.check_trackers, fast=True),
-    Check("trackers, used", trackers.check_writing, seconds=lambda _: 60.0),
+    Check("trackers, used", trackers.check_writing, seconds=60.0),
     Check("model files", model_files.check_model, fast=True),
-    Check("weights and model", model_files.check_weights, seconds=lambda _: 60.0),
+    Check("weights and model", model_files.check_weights, seconds=60.0),
     Check("model and tokenizer", model_files.check_model_fits, fast=True),
     Check("Megatron and model", model_files.check_megatron_model, fast=True),
     Check("end of sequence", templates.check_end_tokens, fast=True),
-    Check("data files", data_files.check_data, seconds=lambda _: 60.0),
+    Check("data files", data_files.check_data, seconds=60.0),
     Check("chat template", templates.check_template, fast=True),
-    Check("prompt lengths", data_files.check_lengths, seconds=lambda _: 120.0),
+    Check("prompt lengths", data_files.check_lengths, seconds=120.0),
     Check("reward function", scoring.check_reward, seconds=lambda c: scoring.seconds(c.config.reward)),
 )
 """In the order of the report; the first to open something broken reports it."""
 
 
-def run_checks(context: CheckContext, checks: Iterable[Check] = CHECKS) -> Iterator[Result]:
-    """Runs the checks one after another; yields each result as it arrives."""
+def run_checks(context: CheckContext | None, checks: Iterable[Check] = CHECKS) -> Iterator[Result]:
+    """Runs the checks one after another; yields each result as it arrives. `context` may be None for checks
+    that look at something else."""
     for check in checks:
         started = time.monotonic()
-        findings = within(check.seconds(context), check, context)
+        limit = check.seconds(context) if callable(check.seconds) else check.seconds
+        findings = within(limit, check, context)
         yield Result(check.name, tuple(findings), time.monotonic() - started)
 
 

@@ -26,7 +26,7 @@ from hydraflow.tracking import mlflow, swanlab, wandb
 from hydraflow.tracking.base import RunInfo
 from hydraflow.tracking.run_folder import RunFolder
 from hydraflow.tracking.trackers import TRACKERS
-from hydraflow.trainer.config import LoopConfig, TrainerConfig
+from hydraflow.trainer.config import LoopConfig
 
 ON_SERVERS = ("wandb", "mlflow", "swanlab")
 """Trackers on a server, which a check must not fill with test runs."""
@@ -38,7 +38,10 @@ def check_trackers(context: CheckContext) -> Iterator[Finding]:
     to."""
     trainer = context.config.trainer
     yield from look_at(trainer)
-    yield from _check_response_folders(trainer)
+    for key in ("trainer.rollout_data_dir", "trainer.validation_data_dir", "trainer.debug.save_rollouts"):
+        folder: Any = value_at(trainer, key.removeprefix("trainer."))
+        if folder is not None:
+            yield _writable(folder, f"{key}: {expanded(folder)} can be written", key)
 
 
 def look_at(trainer: LoopConfig) -> Iterator[Finding]:
@@ -59,13 +62,6 @@ def check_writing(context: CheckContext) -> Iterator[Finding]:
             size = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
         took = f"{name} logged a number and wrote"
         yield ok(f"{took} {size} bytes") if size else problem(f"{took} nothing")
-
-
-def _check_response_folders(trainer: TrainerConfig) -> Iterator[Finding]:
-    for key in ("trainer.rollout_data_dir", "trainer.validation_data_dir", "trainer.debug.save_rollouts"):
-        folder: Any = value_at(trainer, key.removeprefix("trainer."))
-        if folder is not None:
-            yield _writable(folder, f"{key}: {expanded(folder)} can be written", key)
 
 
 def _check_file(trainer: LoopConfig) -> Finding:

@@ -69,7 +69,7 @@ def node_address(peer: str = "", environ: Mapping[str, str] = os.environ) -> str
             raise ConfigError.one(VARIABLE, wanted, rule, remedy)
         return found[wanted]
     others = [address for address in interfaces().values() if not address.startswith("127.")]
-    return _source_address(peer) or _source_address(ANYWHERE) or next(iter(others), "127.0.0.1")
+    return source_address(peer) or source_address(ANYWHERE) or next(iter(others), "127.0.0.1")
 
 
 def unreachable(address: str, seconds: float) -> str:
@@ -82,7 +82,7 @@ def unreachable(address: str, seconds: float) -> str:
     return ""
 
 
-def _source_address(host: str) -> str | None:
+def source_address(host: str) -> str | None:
     """This machine's source address on the route to a host; None if there is no route, or only loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
