@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from hydraflow.errors import ConfigError, EnvironmentFault, HydraflowError
 from hydraflow.model_merger import arguments
+from hydraflow.system.interrupts import INTERRUPTED
 from hydraflow.system.printing import make_printable, reader_may_leave
 
 if TYPE_CHECKING:
     from hydraflow.model_merger.outputs import MergeOptions
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,8 +54,7 @@ def _merge(args: Namespace) -> int:
 def _test(args: Namespace) -> int:
     from hydraflow.model_merger.compare import compare
 
-    options = _merge_options(args)
-    found = compare(args.local_dir, args.test_hf_dir, merge_options=options, **_source(args))
+    found = compare(args.local_dir, args.test_hf_dir, merge_options=_merge_options(args), **_source(args))
     _print(*found.lines())
     return 0 if found.same else 1
 

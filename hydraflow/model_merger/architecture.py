@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,11 +77,12 @@ class Architecture:
         got = self._in_files({name: shape for name, shape in shapes.items() if name not in self.tied})
         got = {name: shape for name, shape in got.items() if name not in self.buffers}
         other = [name for name in sorted(wanted) if name in got and got[name] != wanted[name]]
-        return Differences(
-            missing=sorted(wanted.keys() - got.keys()),
-            unknown=sorted(got.keys() - wanted.keys()),
-            shapes=[f"{name} {list(got[name])}, not {list(wanted[name])}" for name in other],
-        )
+        names = {
+            "missing": sorted(wanted.keys() - got.keys()),
+            "not part of the model": sorted(got.keys() - wanted.keys()),
+            "of another shape": [f"{name} {list(got[name])}, not {list(wanted[name])}" for name in other],
+        }
+        return Differences(names)
 
     def transposed(self) -> frozenset[str] | None:
         """Weights that are (in, out): those of transformers' Conv1D. None: there is no class that tells."""
@@ -164,20 +165,15 @@ class Architecture:
 class Differences:
     """Between a checkpoint and what its config.json describes."""
 
-    missing: list[str] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
-    shapes: list[str] = field(default_factory=list)
+    names: dict[str, list[str]]
+    """What is wrong with tensors, in words -> their names."""
 
     def __len__(self) -> int:
-        return len(self.missing) + len(self.unknown) + len(self.shapes)
+        return sum(map(len, self.names.values()))
 
     def __str__(self) -> str:
         parts = []
-        for what, names in (
-            ("missing", self.missing),
-            ("not part of the model", self.unknown),
-            ("of another shape", self.shapes),
-        ):
+        for what, names in self.names.items():
             if names:
                 shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
                 parts.append(f"{len(names)} tensors {what}: {shown}")
@@ -225,18 +221,18 @@ def _ask_transformers(
     if head == "value":
         config.num_labels = 1
         config.token_classification_bias = "score.bias" in shapes
-    best: tuple[Architecture, Differences] | None = None
+    tried = []
     for found in _candidates(config, head, trust):
         differences = found.differences(shapes)
         if not differences:
             return found
-        if best is None or len(differences) < len(best[1]):
-            best = found, differences
-    if best is None:
+        tried.append((found, differences))
+    if not tried:
         rule = f"transformers has no {head} model for {config.model_type}"
         raise ConfigError.one(str(directory / "config.json"), None, rule)
-    untied, name = best[1].missing == ["lm_head.weight"], best[0].class_name or config.model_type
-    rule = f"the checkpoint does not hold the {name} that config.json describes: {best[1]}"
+    found, differences = min(tried, key=lambda one: len(one[1]))
+    untied, name = differences.names["missing"] == ["lm_head.weight"], found.class_name or config.model_type
+    rule = f"the checkpoint does not hold the {name} that config.json describes: {differences}"
     remedy = "--tie-word-embedding, if the embeddings are tied" if untied else ""
     raise ConfigError.one(str(directory), None, rule, remedy)
 

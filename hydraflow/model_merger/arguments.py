@@ -35,9 +35,8 @@ def _add_merge(commands: Any) -> None:
     _merge_options(merge)
     adapters = "add adapters to the weights, or write OUT/lora_adapter for peft"
     _flag(merge, "lora", choices=("merged", "adapter"), default="merged", help=adapters)
-    _flag(
-        merge, "max_shard_size", type=size, default="5GB", help="maximum size of one safetensors file (5GB)"
-    )
+    largest = "maximum size of one safetensors file (5GB)"
+    _flag(merge, "max_shard_size", type=size, default="5GB", help=largest)
     _switch(merge, "overwrite", "replace an existing OUT, once the new one is complete")
     upload = "upload the result to this repository of the Hugging Face hub"
     _flag(merge, "hf_upload_path", metavar="REPO", help=upload)
@@ -48,13 +47,7 @@ def _add_test(commands: Any) -> None:
     what = "compare a checkpoint with a Hugging Face directory, bit by bit; exit code 1 when they differ"
     test = _command(commands, "test", what)
     _checkpoint(test)
-    _path(
-        test,
-        "test_hf_dir",
-        required=True,
-        metavar="DIR",
-        help="the directory to compare with",
-    )
+    _path(test, "test_hf_dir", required=True, metavar="DIR", help="the directory to compare with")
     _merge_options(test)
 
 

@@ -48,16 +48,10 @@ class Comparison:
 
 
 def compare(
-    local_dir: str,
-    test_hf_dir: str,
-    *,
-    backend: str = "auto",
-    merge_options: MergeOptions | None = None,
-    hf_model_path: str | None = None,
+    local_dir: str, test_hf_dir: str, *, backend: str, hf_model_path: str | None, merge_options: MergeOptions
 ) -> Comparison:
     """Compares what `merge` would write with the directory; tensors whose dtypes differ are compared in the
     directory's. Raises ConfigError when either cannot be read."""
-    merge_options = merge_options or MergeOptions()
     directory = Path(test_hf_dir)
     if not directory.is_dir():
         raise ConfigError.one("--test_hf_dir", test_hf_dir, "there is no such directory")

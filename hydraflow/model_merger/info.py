@@ -24,7 +24,7 @@ _bytes = partial(decimal, precision=2)
 
 
 def facts_of(
-    local_dir: str, backend: str = "auto", *, verify: bool = False, hf_model_path: str | None = None
+    local_dir: str, *, backend: str, hf_model_path: str | None, verify: bool
 ) -> list[dict[str, Any]]:
     """One object for each model. `verify`: read every file of the step and compare its checksum with the
     manifest's. Raises ConfigError when there is no checkpoint, or no manifest to verify it against."""
@@ -62,13 +62,12 @@ def _facts(found: Checkpoint) -> dict[str, Any]:
     if not (found.huggingface / "config.json").is_file():
         remedy = "--hf_model_path <Hugging Face directory>, to merge it anyway"
         problems.append(f"{found.huggingface / 'config.json'}: is missing -> {remedy}")
-    head = {"head": found.head} if found.head else {}
     return {
         "directory": str(found.directory),
         "layout": found.layout,
         "step": found.step,
         "world_size": found.world_size,
-        "details": {**head, **found.details},
+        "details": {**({"head": found.head} if found.head else {}), **found.details},
         "weights": {
             "tensors": len(tensors),
             "numbers": sum(math.prod(tensor.shape) for tensor in tensors),

@@ -132,17 +132,17 @@ class _Layout:
         for layer in range(self.shape.layers):
             front = f"{LAYERS}{layer}." if self.separate else LAYERS
             at, stack = ([], []) if self.separate else ([layer], [self.shape.layers])
-            for module in (*_MODULES, *(_LATENT_MODULES if self.shape.latent else ())):
+            mixture = self.shape.mixture if self._has_experts(layer) else None
+            modules = [*_MODULES, *(_LATENT_MODULES if self.shape.latent else ())]
+            if mixture is not None and mixture.shared is not None:
+                modules += _SHARED_MODULES
+            for module in modules:
                 yield f"{front}{module}.{EXTRA}/shard_{_dotted(at or [0])}_{_dotted(stack or [1])}"
-            if not self._has_experts(layer):
+            if mixture is None:
                 continue
-            assert self.shape.mixture is not None
-            count = self.shape.mixture.count
-            for module in _SHARED_MODULES if self.shape.mixture.shared is not None else ():
-                yield f"{front}{module}.{EXTRA}/shard_{_dotted(at or [0])}_{_dotted(stack or [1])}"
             for module in _EXPERT_MODULES:
-                for expert in range(count):
-                    place = f"{_dotted([*at, expert])}_{_dotted([*stack, count])}"
+                for expert in range(mixture.count):
+                    place = f"{_dotted([*at, expert])}_{_dotted([*stack, mixture.count])}"
                     yield f"{front}{module}.{EXTRA}/shard_{place}"
 
     def _has_experts(self, layer: int) -> bool:
@@ -173,13 +173,9 @@ def _parameters_of(source: Path, shape: Architecture) -> tuple[dict[str, StoredT
         whole = shape_of(holding)
         rest, regions = (0,) * (len(whole) - 1), []
         for part, rows in zip(holding.parts, rows_of(names, name, whole[0]), strict=True):
+            module = modules[part.name]
             regions += [
-                Region(
-                    (run.of_parameter, *rest),
-                    (run.count, *whole[1:]),
-                    modules[part.name],
-                    (run.of_part, *rest),
-                )
+                Region((run.of_parameter, *rest), (run.count, *whole[1:]), module, (run.of_part, *rest))
                 for run in rows
             ]
         found[name] = assembled(name, whole, regions)
@@ -222,7 +218,6 @@ def _modules(
 
 def _write_facts(folder: Path, separate: bool) -> None:
     facts = {"sharded_backend": BACKEND, "common_backend": "torch"}
-    versions = {f"{name}_version": 1 for name in facts}
-    target.write_json(folder / CONFIG, facts | versions)
+    target.write_json(folder / CONFIG, facts | {f"{name}_version": 1 for name in facts})
     content = {"non_homogeneous_layers": separate, "singleton_local_shards": False}
     torch.save({"content_metadata": content, "checkpoint_version": 3.0, "iteration": 0}, folder / COMMON)

@@ -27,27 +27,26 @@ def merge(
     local_dir: str,
     target_dir: str,
     *,
-    backend: str = "auto",
-    merge_options: MergeOptions | None = None,
-    most_bytes: int = 5 * 10**9,
-    overwrite: bool = False,
-    upload_to: str | None = None,
-    private: bool = False,
-    hf_model_path: str | None = None,
+    backend: str,
+    hf_model_path: str | None,
+    merge_options: MergeOptions,
+    most_bytes: int,
+    overwrite: bool,
+    upload_to: str | None,
+    private: bool,
 ) -> list[str]:
     """Merges, and returns lines for the user. `most_bytes`: largest size of one safetensors file.
     `upload_to`: a repository of the hub, made `private` if it is new. `hf_model_path`: a directory with
     configuration and tokenizer, if the checkpoint has none. Raises ConfigError before anything is written,
     EnvironmentFault when the disk fills up or the hub refuses."""
-    merge_options = merge_options or MergeOptions()
     outputs = outputs_of(open_checkpoint(local_dir, backend, hf_model_path), merge_options)
     specs = outputs.specs
     nbytes = sum(spec.nbytes for spec in specs.values())
-    settings = target.settings(outputs.checkpoint.huggingface)
-    target.require_inside(settings, outputs.checkpoint.huggingface.absolute().parent)
+    source, where = outputs.checkpoint.huggingface, Path(target_dir)
+    settings = target.settings(source)
+    target.require_inside(settings, source.absolute().parent)
     if upload_to is not None:
         _make_repo(upload_to, private)
-    source, where = outputs.checkpoint.huggingface, Path(target_dir)
     with target.unfinished(where, source, nbytes=nbytes, overwrite=overwrite) as folder:
         writer = Writer(folder, specs, most_bytes=most_bytes)
         with bar("merging", nbytes) as advance:
@@ -72,8 +71,7 @@ def _export_adapter(outputs: Outputs, folder: Path, base: str) -> None:
     nbytes = sum(spec.nbytes for spec in specs.values())
     writer = Writer(folder, specs, most_bytes=nbytes, single="adapter_model.safetensors")
     for name, tensor in found.items():
-        dtype = specs[name].dtype
-        writer.write(name, (cast(block, dtype, name) for block in tensor.blocks()))
+        writer.write(name, (cast(block, specs[name].dtype, name) for block in tensor.blocks()))
     writer.finish()
     assert outputs.lora_alpha is not None
     adapted, names, head = outputs.adapted.values(), outputs.sources.keys(), outputs.architecture.head

@@ -138,8 +138,7 @@ class Writer:
     def finish(self) -> None:
         """Writes the index, where there are several files."""
         assert not self._left, f"never written: {sorted(self._left)[:3]}"
-        files = sorted(set(self._files.values()))
-        if len(files) > 1:
+        if len(set(self._files.values())) > 1:
             specs = self._specs.values()
             numbers, size = sum(math.prod(spec.shape) for spec in specs), sum(spec.nbytes for spec in specs)
             index = {

@@ -36,13 +36,13 @@ def split(
     target_dir: str,
     *,
     world_size: int,
-    backend: str = "fsdp",
-    layout: str | None = None,
-    separate_layers: bool = False,
-    dtype: str = "auto",
-    is_value_model: bool = False,
-    trust_remote_code: bool = False,
-    overwrite: bool = False,
+    backend: str,
+    layout: str | None,
+    separate_layers: bool,
+    dtype: str,
+    is_value_model: bool,
+    trust_remote_code: bool,
+    overwrite: bool,
 ) -> list[str]:
     """Splits, and returns lines for the user. `layout`: hydraflow (None) or verl. Raises ConfigError before
     anything is written."""

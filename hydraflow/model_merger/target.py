@@ -48,7 +48,7 @@ def unfinished(target: Path, source: Path, *, nbytes: int, overwrite: bool) -> I
     try:
         folder.mkdir(parents=True)
     except OSError as error:
-        raise ConfigError.one("--target_dir", str(target), f"cannot be created: {error.strerror}") from error
+        raise _refusal(target, f"cannot be created: {error.strerror}") from error
     try:
         yield folder
         for path in [*folder.rglob("*"), folder]:  # on disk before the rename, even if the machine crashes
@@ -131,25 +131,24 @@ def require_free(target: Path, source: Path, *, overwrite: bool) -> Path:
     """The target's absolute path. Raises ConfigError if it must not be written or replaced."""
     target, source, another = target.resolve(), source.resolve(), "another --target_dir"
     if target.exists() and not target.is_dir():
-        raise ConfigError.one("--target_dir", str(target), "is a file")
+        raise _refusal(target, "is a file")
     if target == source or target in source.parents:
-        raise ConfigError.one(
-            "--target_dir", str(target), f"contains the directory to read: {source}", another
-        )
+        raise _refusal(target, f"contains the directory to read: {source}", another)
     if not target.is_dir() or _is_empty(target):
         return target
     if left := [path for path in target.iterdir() if _is_left(path, target)]:
-        rule = "holds what an interrupted command left"
-        raise ConfigError.one("--target_dir", str(target), rule, f"rm -r {left[0]}")
+        raise _refusal(target, "holds what an interrupted command left", f"rm -r {left[0]}")
     if target.is_mount():
-        rule = "is a mount point, which cannot be replaced"
-        raise ConfigError.one("--target_dir", str(target), rule, "a directory in it")
+        raise _refusal(target, "is a mount point, which cannot be replaced", "a directory in it")
     if not any((target / name).exists() for name in _MARKS):
-        rule = "already exists, and is not a model's directory"
-        raise ConfigError.one("--target_dir", str(target), rule, another)
+        raise _refusal(target, "already exists, and is not a model's directory", another)
     if not overwrite:
-        raise ConfigError.one("--target_dir", str(target), "already exists", f"--overwrite, or {another}")
+        raise _refusal(target, "already exists", f"--overwrite, or {another}")
     return target
+
+
+def _refusal(target: Path, rule: str, remedy: str = "") -> ConfigError:
+    return ConfigError.one("--target_dir", str(target), rule, remedy)
 
 
 def _is_left(path: Path, target: Path) -> bool:
@@ -167,7 +166,7 @@ def _require_space(target: Path, nbytes: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < nbytes:
         rule = f"{size_text(nbytes)} are to be written, but {existing} has {size_text(free)} left"
-        raise ConfigError.one("--target_dir", str(target), rule, "--target_dir <folder on a larger disk>")
+        raise _refusal(target, rule, "--target_dir <folder on a larger disk>")
 
 
 def _move_up(folder: Path) -> None:

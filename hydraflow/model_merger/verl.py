@@ -133,9 +133,8 @@ def _read_ranks(directory: Path, world_size: int) -> tuple[dict[int, StateDict],
     states: dict[int, StateDict] = {}
     problems = []
     for rank in range(world_size):
-        file = directory / file_of(world_size, rank)
         try:
-            states[rank] = _read_rank(file)
+            states[rank] = _read_rank(directory / file_of(world_size, rank))
         except ConfigError as error:
             problems += error.problems
     return states, problems
