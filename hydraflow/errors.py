@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from hydraflow.redact import public, public_text, public_word
@@ -208,12 +209,8 @@ class WorkerError(HydraflowError):
         tail = f"\n--- last lines of its log ---\n{log_tail}" if log_tail else ""
         super().__init__(f"{role} rank {rank} on node {node} failed in {method}: {cause}{tail}")
 
-    def __reduce__(self) -> tuple[object, tuple[dict[str, object]]]:
-        return _worker_error, (self.facts,)
-
-
-def _worker_error(facts: dict[str, object]) -> WorkerError:
-    return WorkerError(**facts)  # type: ignore[arg-type]
+    def __reduce__(self) -> tuple[object, tuple[()]]:
+        return partial(WorkerError, **self.facts), ()  # type: ignore[arg-type]
 
 
 class GuardStop(HydraflowError):

@@ -81,23 +81,21 @@ class LogParser:
         self._held, self._continues = [], True
 
 
-def log_files(folder: Path) -> dict[tuple[str, int], list[Path]]:
-    """The files of each role and rank, the oldest first."""
+def log_files(
+    folder: Path, roles: Sequence[str] = (), ranks: Sequence[int] = ()
+) -> dict[tuple[str, int], list[Path]]:
+    """The files of each of these roles and ranks (empty: all), the oldest first."""
     found: dict[tuple[str, int], list[tuple[int, Path]]] = {}
-    for name in os.listdir(folder) if folder.is_dir() else ():
-        if match := FILE.fullmatch(name):
-            found.setdefault((match[1], int(match[2])), []).append((int(match[3] or 0), folder / name))
+    for match in map(FILE.fullmatch, os.listdir(folder) if folder.is_dir() else ()):
+        if match and (not roles or match[1] in roles) and (not ranks or int(match[2]) in ranks):
+            found.setdefault((match[1], int(match[2])), []).append((int(match[3] or 0), folder / match[0]))
     return {key: [path for _, path in sorted(files, reverse=True)] for key, files in sorted(found.items())}
 
 
 def read(folder: Path, roles: Sequence[str], ranks: Sequence[int]) -> Iterator[LogRecord]:
     """The records of these roles and ranks (empty: all), by time; those of one file keep their order."""
-    files = [(key, paths) for key, paths in log_files(folder).items() if _is_chosen(key, roles, ranks)]
+    files = log_files(folder, roles, ranks).items()
     return heapq.merge(*(_records(key, paths) for key, paths in files), key=lambda record: record.time)
-
-
-def _is_chosen(key: tuple[str, int], roles: Sequence[str], ranks: Sequence[int]) -> bool:
-    return (not roles or key[0] in roles) and (not ranks or key[1] in ranks)
 
 
 def _records(key: tuple[str, int], paths: Sequence[Path]) -> Iterator[LogRecord]:
@@ -124,8 +122,7 @@ class LogFollower:
         line counts as one."""
         found = [
             record
-            for key, paths in log_files(self._folder).items()
-            if _is_chosen(key, self._roles, self._ranks)
+            for key, paths in log_files(self._folder, self._roles, self._ranks).items()
             for record in self._new_records(key, paths, at_end)
         ]
         return sorted(found, key=lambda record: record.time)

@@ -85,11 +85,10 @@ def key_numbers(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 def phases(run: Run, axes: Axes, most: int) -> tuple[dict[str, Any], list[dict[str, str]]]:
     """The picture's data, and the table's rows, the longest phase first. Empty if no phase was timed."""
     prefix = "timing_s/"
-    timings = {
+    columns = {
         name.removeprefix(prefix): column for name, column in run.columns.items() if name.startswith(prefix)
     }
-    columns = {name: column for name, column in timings.items() if name != "step"}
-    step = timings.get("step")
+    step = columns.pop("step", None)
     base = step or max(columns.values(), key=lambda column: len(column.steps), default=None)
     if base is None:
         return {}, []
@@ -122,10 +121,9 @@ def phases(run: Run, axes: Axes, most: int) -> tuple[dict[str, Any], list[dict[s
 
 def configuration(run: Run) -> list[dict[str, Any]]:
     """Every key with value and origin; `set`: not left at its default."""
-    rows = sorted(run.settings.items())
     return [
         {"key": key, "value": value, "origin": origin, "set": origin not in ("default", "")}
-        for key, (value, origin) in rows
+        for key, (value, origin) in sorted(run.settings.items())
     ]
 
 

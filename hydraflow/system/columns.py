@@ -41,8 +41,7 @@ def table(rows: Sequence[Sequence[str]], width: int, *, right: Sequence[int] = (
       a long   7
       name
     """
-    columns = list(zip(*rows, strict=True))
-    widths = _widths(columns, width)
+    widths = _widths(list(zip(*rows, strict=True)), width)
     cells = [[_wrap(cell, wide) or [""] for cell, wide in zip(row, widths, strict=True)] for row in rows]
     lines = [line for row in cells for line in _lines(row, widths, set(right))]
     head = max(map(len, cells[0]))

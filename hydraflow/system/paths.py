@@ -138,7 +138,7 @@ def model_problems(path: str, key: str) -> list[Problem]:
         if writer := _sharded_by(folder):
             rule = f"holds a checkpoint of {writer}, which must be merged first"
             merge = f"python -m hydraflow.model_merger merge --local_dir {path} --target_dir MERGED"
-            if not _has_settings(folder):  # Megatron-LM saves none
+            if not _holds(folder, "huggingface/config.json"):  # Megatron-LM saves none
                 merge += " --hf_model_path <Hugging Face directory of that model>"
             return [Problem(key, path, rule, f"{merge}, then {key}=MERGED")]
         rule = "this directory has no config.json, so it is not a Hugging Face model"
@@ -168,22 +168,19 @@ _SHARDED = {
     "several ranks": ("checkpoint.json", "model_world_size_*_rank_*.pt"),
 }
 """Writer -> files of its sharded checkpoints."""
-_MODELS = ("", "actor/", "global_step_*/*/")
-"""Folders of models below a model's, a step's or a run's folder."""
-_PLACES = ("", "dist_ckpt/", "model/dist_ckpt/", "weights/", "iter_*/", "release/")
-"""Subfolders of a model's folder that may hold the files."""
+_PLACES = [
+    f"{model}{place}"
+    for model in ("", "actor/", "global_step_*/*/")
+    for place in ("", "dist_ckpt/", "model/dist_ckpt/", "weights/", "iter_*/", "release/")
+]
+"""Folders that may hold the files, below a model's, a step's or a run's folder."""
 
 
-def _has_settings(folder: Path) -> bool:
-    """Whether a sharded checkpoint in a folder or below it has the model's Hugging Face configuration."""
-    places = (f"{model}{place}huggingface/config.json" for model in _MODELS for place in _PLACES)
-    return any(next(folder.glob(place), None) for place in places)
+def _holds(folder: Path, *names: str) -> bool:
+    """Whether a sharded checkpoint in a folder or below it has a file of one of these names."""
+    return any(next(folder.glob(f"{place}{name}"), None) for place in _PLACES for name in names)
 
 
 def _sharded_by(folder: Path) -> str | None:
     """The writer of a sharded checkpoint in a folder or below it; None: there is none."""
-    places = [f"{model}{place}" for model in _MODELS for place in _PLACES]
-    for writer, marks in _SHARDED.items():
-        if any(next(folder.glob(f"{place}{mark}"), None) for place in places for mark in marks):
-            return writer
-    return None
+    return next((writer for writer, marks in _SHARDED.items() if _holds(folder, *marks)), None)

@@ -261,9 +261,6 @@ class PrintedLines(io.TextIOBase):
     def writable(self) -> bool:
         return True
 
-    def isatty(self) -> bool:
-        return False
-
     @property
     def encoding(self) -> str:  # type: ignore[override]
         return "utf-8"

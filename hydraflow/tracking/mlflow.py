@@ -48,8 +48,7 @@ class MlflowTracker(Tracker):
         os.environ.setdefault(*RETRIES)
         self._metric: Any = Metric
         self._client: Any = MlflowClient(tracking_uri=tracking_uri(os.environ, run.folder))
-        experiment = self._experiment(run)
-        self._id, is_new = self._find_or_make(run, experiment)
+        self._id, is_new = self._find_or_make(run, self._experiment(run))
         if is_new:  # MLflow rejects a changed parameter, so those of the first start stay
             values = {key: str(value) for key, value in flat(run.about.config) if str(value)}
             params = [Param(allowed_name(key), text[:LONGEST_VALUE]) for key, text in values.items()]

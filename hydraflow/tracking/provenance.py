@@ -14,6 +14,7 @@ import shlex
 import socket
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -78,13 +79,10 @@ def facts_of_start(step: int, words: Sequence[str]) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the libraries that matter, by name."""
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), **dict.fromkeys((OURS, *LIBRARIES), "not installed")}
     for name in (OURS, *LIBRARIES, *EXTRAS):
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            if name not in EXTRAS:
-                found[name] = "not installed"
     return found
 
 

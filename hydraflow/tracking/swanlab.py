@@ -55,9 +55,8 @@ class SwanlabTracker(Tracker):
         except (ApiError, AuthenticationError, RequestException) as error:
             if mode != "online":
                 raise
-            why = first_line(error)
             text = "swanlab: %s The run is kept in %s; swanlab sync uploads it later"
-            logger.warning(text, why, run.folder / "swanlab")
+            logger.warning(text, first_line(error), run.folder / "swanlab")
             self._run = self._open(run, "offline")
         finally:
             sys.excepthook = hook  # SwanLab replaces it, and ours prints the error

@@ -86,8 +86,7 @@ def open_trackers(names: Sequence[str], run: RunInfo) -> Trackers:
     for record in earlier:
         if record["step"] <= run.done_steps:
             watch.after(int(record["step"]), record)
-    wanted = {"file", *names}
-    return Trackers([_open(name, run) for name in TRACKERS if name in wanted], watch)
+    return Trackers([_open(name, run) for name in TRACKERS if name in ("file", *names)], watch)
 
 
 def _close(tracker: Tracker, *, failed: bool) -> None:

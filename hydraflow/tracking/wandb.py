@@ -73,9 +73,8 @@ class WandbTracker(Tracker):
         except wandb.errors.Error as error:
             if offline is not None:
                 raise
-            why = first_line(error)
             text = "wandb: %s; the run is kept in %s; wandb sync uploads it later"
-            logger.warning(text, why, run.folder / "wandb")
+            logger.warning(text, first_line(error), run.folder / "wandb")
             wandb.teardown()  # W&B's own process still holds the id of the failed attempt
             self._run = self._open(run, "offline")
         self._run.define_metric(STEP)
