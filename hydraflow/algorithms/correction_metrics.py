@@ -109,8 +109,7 @@ def _of_weights(weighting: Weighting, tokens: _Tokens) -> dict[str, Metric]:
 
 def _of_rejection(rejection: Rejection, tokens: _Tokens) -> dict[str, Metric]:
     name, measure = f"rollout_rs_{rejection.rule}_", rejection.measure(tokens.log_ratio, tokens.mask)
-    of_token = rejection.rule.startswith("token_")
-    values = measure[tokens.mask] if of_token else measure[:, 0]
+    values = measure[tokens.mask] if rejection.rule.startswith("token_") else measure[:, 0]
     return _spread(name, values) | _lost(name, tokens.mask & ~rejection.keeps(measure), tokens.mask)
 
 

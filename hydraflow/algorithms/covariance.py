@@ -11,18 +11,15 @@ Out: a score per token for the choice. Means and choice span the whole mini-batc
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-
-class TokenChoice(Protocol):
-    """A token selection with its keyword arguments (named like their keys) already bound."""
-
-    def __call__(self, covariances: Tensor, draws: Tensor) -> tuple[Tensor, float]:
-        """Scores (n,), -inf for a token that must not be chosen, and the fraction of all trained tokens to
-        choose, those with the highest scores. covariances, draws: (n,); the draws are uniform in [0, 1)."""
+TokenChoice = Callable[[Tensor, Tensor], tuple[Tensor, float]]
+"""A token selection with its keyword arguments (named like their keys) already bound: from covariances and
+draws, (n,) each, the draws uniform in [0, 1), to scores (n,), -inf for a token that must not be chosen, and
+the fraction of all trained tokens to choose, those with the highest scores."""
 
 
 def moments(logp: Tensor, advantages: Tensor) -> Tensor:

@@ -19,19 +19,20 @@ class Groups:
     """
 
     def __init__(self, ids: Tensor):
-        _, self._index, counts = torch.unique(ids, return_inverse=True, return_counts=True)
+        _, self.index, counts = torch.unique(ids, return_inverse=True, return_counts=True)
+        """The group of each row, (B,), numbered from 0."""
         self._count = len(counts)
-        self.size = counts[self._index]
+        self.size = counts[self.index]
         """Rows in each row's group, (B,) int64."""
 
     def sums(self, column: Tensor) -> Tensor:
         """The sum (B,) of a column (B,) over each row's group."""
-        return column.new_zeros(self._count).index_add(0, self._index, column)[self._index]
+        return column.new_zeros(self._count).index_add(0, self.index, column)[self.index]
 
     def best(self, scores: Tensor) -> Tensor:
         """The highest score (B,) of each row's group."""
         lowest = scores.new_full((self._count,), -torch.inf)
-        return lowest.scatter_reduce(0, self._index, scores, reduce="amax")[self._index]
+        return lowest.scatter_reduce(0, self.index, scores, reduce="amax")[self.index]
 
     def centred(self, scores: Tensor, weights: Tensor | None = None) -> Tensor:
         """Scores (B,) less the mean of their groups; exactly 0 where a group's scores are all equal.

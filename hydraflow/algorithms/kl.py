@@ -26,41 +26,32 @@ KLEstimator = Callable[[Tensor, Tensor], Tensor]
 """(log-probabilities of the policy, of the reference) -> estimate per token, of the same shape."""
 
 
-def k1(logp: Tensor, ref: Tensor) -> Tensor:
-    """`logp - ref`."""
-    return logp - ref
-
-
-def absolute(logp: Tensor, ref: Tensor) -> Tensor:
-    """`|logp - ref|`."""
-    return (logp - ref).abs()
-
-
-def k2(logp: Tensor, ref: Tensor) -> Tensor:
-    """`(logp - ref)^2 / 2`."""
-    return 0.5 * (logp - ref) ** 2
-
-
 def k3(logp: Tensor, ref: Tensor) -> Tensor:
     """`exp(ref - logp) - (ref - logp) - 1`, at most 10; no gradient where a clamp holds."""
     gap = (ref - logp).clamp(-20.0, 20.0)
     return (gap.expm1() - gap).clamp(max=10.0)
 
 
+_PLAIN: dict[str, KLEstimator] = {
+    "k1": lambda logp, ref: logp - ref,
+    "abs": lambda logp, ref: (logp - ref).abs(),
+    "k2": lambda logp, ref: 0.5 * (logp - ref) ** 2,
+    "k3": k3,
+}
+_PLAIN |= {"kl": _PLAIN["k1"], "mse": _PLAIN["k2"], "low_var_kl": k3}
+
+
 def with_k2_gradient(estimator: KLEstimator) -> KLEstimator:
     """The estimator's value with k2's gradient (a straight-through estimate)."""
 
     def estimate(logp: Tensor, ref: Tensor) -> Tensor:
-        through = k2(logp, ref)
+        through = _PLAIN["k2"](logp, ref)
         return estimator(logp, ref).detach() + (through - through.detach())
 
     return estimate
 
 
-_PLAIN = {"kl": k1, "k1": k1, "abs": absolute, "mse": k2, "k2": k2, "low_var_kl": k3, "k3": k3}
-KL_ESTIMATORS: dict[str, KLEstimator] = _PLAIN | {
-    f"{name}+": with_k2_gradient(plain) for name, plain in _PLAIN.items()
-}
+KL_ESTIMATORS = _PLAIN | {f"{name}+": with_k2_gradient(plain) for name, plain in _PLAIN.items()}
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hydraflow.algorithms.groups import Groups
 from hydraflow.algorithms.trained_tokens import TrainedTokens
 
 
@@ -38,11 +39,10 @@ def optimal_token_baseline(
     `rewards`, `mask`, `old_log_probs`, `sum_pi_squared`: (N,), the tokens of all rows; `lengths`: (B,);
     `group_ids`: (B,) integer, equal for the trajectories of one prompt.
     """
-    tokens = TrainedTokens(mask, lengths)
+    tokens, groups = TrainedTokens(mask, lengths), Groups(group_ids)
     position = tokens.of(_positions(lengths))
-    _, group, rows = torch.unique(group_ids, return_inverse=True, return_counts=True)
-    has_others = (rows[group] > 1).repeat_interleave(tokens.lengths)
-    return _less_baseline(tokens, rewards, old_log_probs, sum_pi_squared, group, position, has_others)
+    has_others = (groups.size > 1).repeat_interleave(tokens.lengths)
+    return _less_baseline(tokens, rewards, old_log_probs, sum_pi_squared, groups, position, has_others)
 
 
 def tir_optimal_token_baseline(
@@ -56,11 +56,9 @@ def tir_optimal_token_baseline(
 ) -> tuple[Tensor, Tensor]:
     """As `optimal_token_baseline`, but positions count trained tokens only, and a single trajectory has a
     baseline of 0."""
-    tokens = TrainedTokens(mask, lengths)
-    _, group = torch.unique(group_ids, return_inverse=True)
-    return _less_baseline(
-        tokens, rewards, old_log_probs, sum_pi_squared, group, _positions(tokens.lengths), None
-    )
+    tokens, groups = TrainedTokens(mask, lengths), Groups(group_ids)
+    position = _positions(tokens.lengths)
+    return _less_baseline(tokens, rewards, old_log_probs, sum_pi_squared, groups, position, None)
 
 
 def _less_baseline(
@@ -68,12 +66,12 @@ def _less_baseline(
     rewards: Tensor,
     old_log_probs: Tensor,
     sum_pi_squared: Tensor,
-    group: Tensor,
+    groups: Groups,
     position: Tensor,
     has_baseline: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """`group` (B,) of each row, from 0; `position` (n,) of each trained token in its row. `has_baseline`
-    (n,); None: where another trajectory has the same position."""
+    """`position` (n,) of each trained token in its row. `has_baseline` (n,); None: where another trajectory
+    has the same position."""
     returns = tokens.discounted(tokens.of(rewards), 1.0)  # (n,)
     # at least 0, but for rounding: without the bound, near-certain tokens would divide by noise around 0
     energy = 1.0 - 2.0 * tokens.of(old_log_probs).double().exp() + tokens.of(sum_pi_squared).double()
@@ -84,13 +82,10 @@ def _less_baseline(
     weights = summed - before  # (n,) W
     # a number for each pair of group and position
     width = int(position.max()) + 1 if len(position) else 1
-    cell = group.repeat_interleave(tokens.lengths) * width + position
-    _, index, count = torch.unique(cell, return_inverse=True, return_counts=True)
-    zeros = weights.new_zeros(len(count))
-    total = zeros.index_add(0, index, weights)
-    baselines = zeros.index_add(0, index, weights * returns) / (total + 1e-8)
-    wanted = (count > 1)[index] if has_baseline is None else has_baseline
-    advantages = returns - torch.where(wanted, baselines[index], 0.0).to(returns.dtype)
+    cells = Groups(groups.index.repeat_interleave(tokens.lengths) * width + position)
+    baselines = cells.sums(weights * returns) / (cells.sums(weights) + 1e-8)
+    wanted = cells.size > 1 if has_baseline is None else has_baseline
+    advantages = returns - torch.where(wanted, baselines, 0.0).to(returns.dtype)
     return tokens.put_back(advantages), tokens.put_back(returns)
 
 

@@ -8,7 +8,7 @@ split.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,10 +19,8 @@ from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms
 LOG_RATIO_BOUND = 20.0
 
 
-class PolicyLoss(Protocol):
-    """A policy loss with its keyword arguments (named like their keys) already bound."""
-
-    def __call__(self, tokens: TokenInputs) -> TokenTerms: ...
+PolicyLoss = Callable[[TokenInputs], TokenTerms]
+"""A policy loss with its keyword arguments (named like their keys) already bound."""
 
 
 def bounded_log_ratio(tokens: TokenInputs) -> Tensor:

@@ -27,8 +27,6 @@ class SFTLoss:
 
     denominators: Denominators
     """Counts of the whole mini-batch, over all data ranks."""
-    metric: str = "train/loss"
-    """Name of the metric; validation uses a different one."""
 
     def __call__(
         self, output: ModelOutput, columns: Mapping[str, Tensor]
@@ -36,4 +34,4 @@ class SFTLoss:
         assert output.log_probs is not None, "the loss needs log-probabilities"
         mask = columns["response_mask"]
         loss = -keep(output.log_probs, mask).sum() / max(self.denominators.tokens, 1.0)
-        return loss, token_metrics(mask, {self.metric: -output.log_probs}, {})
+        return loss, token_metrics(mask, {"train/loss": -output.log_probs}, {})

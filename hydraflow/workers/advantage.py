@@ -19,7 +19,7 @@ from hydraflow.algorithms.diagnostics import probs_diff_name, rollout_probs_diff
 from hydraflow.algorithms.distillation.terms import Distillation
 from hydraflow.algorithms.groups import Groups
 from hydraflow.algorithms.kl import kl_penalty
-from hydraflow.algorithms.kl_control import make_kl_controller
+from hydraflow.algorithms.kl_control import KLController
 from hydraflow.algorithms.running import RunningMoments
 from hydraflow.algorithms.samples import numbered
 from hydraflow.algorithms.shaping import OverlongBuffer, shape_scores
@@ -65,7 +65,7 @@ class AdvantageWorker(Worker):
     def __init__(self, process: ProcessContext, spec: AdvantageSpec):
         super().__init__(process)
         self.spec = spec
-        self.kl = make_kl_controller(spec.algorithm.kl_ctrl)
+        self.kl = KLController(spec.algorithm.kl_ctrl)
         self.scores = RunningMoments()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, read_only=True)

@@ -7,7 +7,7 @@ import torch
 
 from hydraflow.algorithms.config import KLControlConfig
 from hydraflow.algorithms.kl import KL_ESTIMATORS, kl_penalty
-from hydraflow.algorithms.kl_control import AdaptiveKLController, KLController, make_kl_controller
+from hydraflow.algorithms.kl_control import KLController
 
 LOGP, REF = math.log(0.5), math.log(0.25)  # d = log 2
 D = math.log(2.0)
@@ -111,10 +111,10 @@ def test_no_trained_token_has_no_kl():
 
 
 def test_adaptive_controller_by_hand_and_over_a_resume():
-    controller = make_kl_controller(KLControlConfig("adaptive", kl_coef=1.0, target_kl=0.1, horizon=1000))
+    controller = KLController(KLControlConfig("adaptive", kl_coef=1.0, target_kl=0.1, horizon=1000))
     controller.update(kl=5.0, trajectories=100)  # clipped to +0.2: 1 + 0.2 * 100 / 1000
     assert controller.value == pytest.approx(1.02)
-    resumed = AdaptiveKLController(kl_coef=1.0, target_kl=0.1, horizon=1000)
+    resumed = KLController(controller.config)
     resumed.load_state_dict(controller.state_dict())
     for either in (controller, resumed):
         either.update(kl=0.09, trajectories=100)  # -0.1: 1 - 0.1 * 0.1
@@ -122,9 +122,9 @@ def test_adaptive_controller_by_hand_and_over_a_resume():
 
 
 def test_fixed_controller_does_not_move_and_a_resume_takes_the_new_coefficient():
-    controller = make_kl_controller(KLControlConfig("fixed", kl_coef=0.001, target_kl=0.1, horizon=1000))
+    controller = KLController(KLControlConfig("fixed", kl_coef=0.001, target_kl=0.1, horizon=1000))
     controller.update(kl=9.0, trajectories=100)
     assert controller.value == 0.001
-    resumed = KLController(0.002)
+    resumed = KLController(KLControlConfig("fixed", kl_coef=0.002))
     resumed.load_state_dict(controller.state_dict())
     assert resumed.value == 0.002

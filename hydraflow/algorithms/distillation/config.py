@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from hydraflow.algorithms.config import KL_ESTIMATORS
-from hydraflow.options import Implementation, Switch, listed, no_effect_when, option
+from hydraflow.options import Implementation, NoEffectCondition, Switch, listed, no_effect_when, option
 
 TOPK = "_topk"
 _OVER_VOCABULARY = {
@@ -18,10 +19,11 @@ DIVERGENCES = _OVER_VOCABULARY | {name + TOPK: found for name, found in _OVER_VO
 """Distillation losses over the vocabulary; with the suffix TOPK, over the teacher's top-k tokens. `reads` are
 keys of `distillation_loss`."""
 
-NO_DIVERGENCE = no_effect_when(
-    lambda s: s.loss_mode not in DIVERGENCES,
-    f"only {{s}}.loss_mode={listed(DIVERGENCES, 'and')} read it",
-)
+
+def _read_by(modes: Collection[str]) -> NoEffectCondition:
+    """No effect with other losses than these."""
+    why = f"only {{s}}.loss_mode={listed(modes, 'and')} read it"
+    return no_effect_when(lambda section: section.loss_mode not in modes, why)
 
 
 @dataclass
@@ -35,29 +37,13 @@ class DistillationLossConfig:
     gradient, which is that of the KL); or the divergence over the whole vocabulary, forward_kl from the
     teacher to the policy, reverse_kl the other way, or jsd between the two; or over the teacher's top-k
     tokens, with the suffix _topk."""
-    topk: int = option(
-        32,
-        ge=1,
-        no_effect=no_effect_when(
-            lambda s: not s.loss_mode.endswith(TOPK),
-            f"only {{s}}.loss_mode={listed([name for name in DIVERGENCES if name.endswith(TOPK)], 'and')}"
-            " read it",
-        ),
-    )
+    topk: int = option(32, ge=1, no_effect=_read_by([f"{name}{TOPK}" for name in _OVER_VOCABULARY]))
     """Top-k: number of the teacher's most probable tokens compared at each position; all others count as one
     bucket."""
-    jsd_beta: float = option(
-        0.5,
-        gt=0,
-        lt=1,
-        no_effect=no_effect_when(
-            lambda section: not section.loss_mode.startswith("jsd"),
-            f"only {{s}}.loss_mode=jsd and jsd{TOPK} read it",
-        ),
-    )
+    jsd_beta: float = option(0.5, gt=0, lt=1, no_effect=_read_by(["jsd", f"jsd{TOPK}"]))
     """jsd: weight of the teacher in the mixture that both are compared with. Near 0 the divergence approaches
     forward_kl times jsd_beta, near 1 reverse_kl times (1 - jsd_beta)."""
-    log_prob_min_clamp: float | None = option(None, lt=0, no_effect=NO_DIVERGENCE)
+    log_prob_min_clamp: float | None = option(None, lt=0, no_effect=_read_by(DIVERGENCES))
     """Lower clamp on both models' log-probabilities in divergences over the vocabulary; null: none."""
     distillation_loss_coef: float = option(1.0, ge=0)
     """Coefficient of the estimate or divergence."""
