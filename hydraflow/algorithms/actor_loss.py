@@ -18,7 +18,7 @@ from hydraflow.algorithms.correction_metrics import correction_metrics
 from hydraflow.algorithms.distillation.terms import Distillation
 from hydraflow.algorithms.kl import KL_ESTIMATORS
 from hydraflow.algorithms.policy_loss import PolicyLoss, bounded_log_ratio
-from hydraflow.algorithms.token_terms import ModelOutput, TokenInputs, keep, token_metrics
+from hydraflow.algorithms.token_terms import LossPart, ModelOutput, TokenInputs, keep, token_metrics
 from hydraflow.metrics import Metric
 
 
@@ -58,9 +58,7 @@ class ActorLoss:
     """Rollout correction of the policy loss; its whole-mini-batch part ran before
     (`workers/correcting.py`)."""
 
-    def __call__(
-        self, output: ModelOutput, columns: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Metric]]:
+    def __call__(self, output: ModelOutput, columns: Mapping[str, Tensor]) -> LossPart:
         assert output.log_probs is not None, "the actor's loss needs log-probabilities"
         mask = columns["response_mask"]
         logp = keep(output.log_probs, mask)  # (B, R)

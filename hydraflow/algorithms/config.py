@@ -74,7 +74,7 @@ def _in_groups(where: str, *reads: str, **facts: Any) -> Estimator:
 
 
 GRPO = _in_groups("hydraflow.algorithms.grpo:grpo", "norm_adv_by_std_in_grpo")
-_RETURN = Estimator("hydraflow.algorithms.reinforce_plus_plus:discounted_return", reads=("gamma",))
+_DISCOUNTED = Estimator("hydraflow.algorithms.reinforce_plus_plus:discounted_return", reads=("gamma",))
 OF_ESTIMATORS = {
     "values": "critic",
     "group_ids": "groups",
@@ -102,8 +102,8 @@ ESTIMATORS = OwnChoices(
         "grpo_passk": replace(GRPO, where="hydraflow.algorithms.grpo_passk:grpo_passk"),
         "rloo": _in_groups("hydraflow.algorithms.rloo:rloo"),
         "rloo_vectorized": _in_groups("hydraflow.algorithms.rloo:rloo_vectorized"),
-        "reinforce": _RETURN,
-        "reinforce_plus_plus": replace(_RETURN, whitened=True),
+        "reinforce": _DISCOUNTED,
+        "reinforce_plus_plus": replace(_DISCOUNTED, whitened=True),
         "reinforce_plus_plus_baseline": _in_groups(
             "hydraflow.algorithms.reinforce_plus_plus:reinforce_plus_plus_baseline", whitened=True
         ),

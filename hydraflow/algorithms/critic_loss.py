@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from hydraflow.algorithms.aggregate import Denominators, token_weights
-from hydraflow.algorithms.token_terms import ModelOutput, TokenTerms, keep, token_metrics
-from hydraflow.metrics import Metric
+from hydraflow.algorithms.token_terms import LossPart, ModelOutput, TokenTerms, keep, token_metrics
 
 
 def clipped_value_loss(
@@ -50,9 +49,7 @@ class ValueLoss:
     agg_mode: str = "token-mean"
     """A name of LOSS_AGG_MODES."""
 
-    def __call__(
-        self, output: ModelOutput, columns: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Metric]]:
+    def __call__(self, output: ModelOutput, columns: Mapping[str, Tensor]) -> LossPart:
         assert output.values is not None, "the critic's loss needs values"
         mask = columns["response_mask"]
         values = keep(output.values, mask)  # (B, R)

@@ -21,7 +21,7 @@ from torch import Tensor
 from hydraflow import metrics
 from hydraflow.algorithms.aggregate import Denominators
 from hydraflow.algorithms.config import PREFERENCE_LOSSES, BradleyTerryConfig, PreferenceConfig
-from hydraflow.algorithms.token_terms import ModelOutput, keep
+from hydraflow.algorithms.token_terms import LossPart, ModelOutput, keep
 from hydraflow.metrics import Metric
 
 
@@ -126,9 +126,7 @@ class PairLoss:
     """Counts of the whole mini-batch, over all data ranks; each of its rows has a trained token."""
     objective: Objective
 
-    def __call__(
-        self, output: ModelOutput, columns: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Metric]]:
+    def __call__(self, output: ModelOutput, columns: Mapping[str, Tensor]) -> LossPart:
         outputs = output.log_probs if self.objective.head == "policy" else output.values
         assert outputs is not None, f"the loss needs the outputs of a {self.objective.head} model"
         scores = keep(self.objective.token_scores(outputs, columns), columns["response_mask"]).sum(1)  # (B,)

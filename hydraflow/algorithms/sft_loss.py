@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hydraflow.algorithms.aggregate import Denominators
-from hydraflow.algorithms.token_terms import ModelOutput, keep, token_metrics
-from hydraflow.metrics import Metric
+from hydraflow.algorithms.token_terms import LossPart, ModelOutput, keep, token_metrics
 
 
 @dataclass(frozen=True)
@@ -28,9 +27,7 @@ class SFTLoss:
     denominators: Denominators
     """Counts of the whole mini-batch, over all data ranks."""
 
-    def __call__(
-        self, output: ModelOutput, columns: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Metric]]:
+    def __call__(self, output: ModelOutput, columns: Mapping[str, Tensor]) -> LossPart:
         assert output.log_probs is not None, "the loss needs log-probabilities"
         mask = columns["response_mask"]
         loss = -keep(output.log_probs, mask).sum() / max(self.denominators.tokens, 1.0)

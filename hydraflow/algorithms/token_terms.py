@@ -14,6 +14,9 @@ from torch import Tensor
 from hydraflow import metrics
 from hydraflow.metrics import Metric
 
+LossPart = tuple[Tensor, dict[str, Metric]]
+"""A micro-batch's part of a mini-batch's loss, and its metrics; parts add up."""
+
 
 @dataclass(frozen=True)
 class TokenInputs:

@@ -106,10 +106,9 @@ def outputs_of(checkpoint: Checkpoint, merge_options: MergeOptions) -> Outputs:
     """The checkpoint's tensors as merging with these options writes them. Raises ConfigError for a broken
     checkpoint and for options that do not fit it."""
     weights = names.weights_of(checkpoint, is_value_model=merge_options.is_value_model)
-    plain, notes = dict(weights.plain), list(weights.notes)
-    found = _architecture(checkpoint, weights.head, plain, merge_options, notes)
-    _drop_unsaved_buffers(plain, found, notes)
-    sources = dict(plain)
+    sources: dict[str, StoredTensor] = dict(weights.plain)
+    found = _architecture(checkpoint, weights.head, sources, merge_options, weights.notes)
+    _drop_unsaved_buffers(sources, found, weights.notes)
     adapted: dict[str, lora.MergedTensor] = {}
     alpha = checkpoint.lora_alpha if merge_options.lora_alpha is None else merge_options.lora_alpha
     if weights.adapters:
@@ -125,7 +124,7 @@ def outputs_of(checkpoint: Checkpoint, merge_options: MergeOptions) -> Outputs:
         raise ConfigError.one("--lora", "adapter", f"{checkpoint.directory} has no adapters", "--lora merged")
     conversions = found.conversions({name: source.shape for name, source in sources.items()})
     dtype = DTYPES.get(merge_options.dtype)
-    return Outputs(checkpoint, found, sources, conversions, dtype, adapted, alpha, notes)
+    return Outputs(checkpoint, found, sources, conversions, dtype, adapted, alpha, weights.notes)
 
 
 def cast(block: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:

@@ -83,7 +83,7 @@ def read(directory: Path) -> Checkpoint:
     """The checkpoint in `directory`. Raises ConfigError when no shard can be read, or shards do not belong
     together."""
     config = read_json(directory / CONFIG)
-    world_size = _world_size(directory, config)
+    world_size = _world_size(directory, config.pop("world_size", None))
     states, problems = _read_ranks(directory, world_size)
     if not states:
         raise ConfigError(problems)
@@ -93,7 +93,8 @@ def read(directory: Path) -> Checkpoint:
         _require_same_names(directory, states)
         tensors = {name: _tensor(name, directory, states, replicated=len(mesh) > 1) for name in states[0]}
     lora = read_json(directory / LORA)
-    found = Checkpoint(
+    holes = [Problem(str(directory), None, hole) for tensor in tensors.values() if (hole := tensor.holes())]
+    return Checkpoint(
         directory,
         "verl",
         world_size,
@@ -102,19 +103,13 @@ def read(directory: Path) -> Checkpoint:
         lora_alpha=lora.get("lora_alpha"),
         details={"mesh": " x ".join(mesh), **config, **({"lora": lora} if lora else {})},
         others=_others(directory, world_size),
-        problems=problems,
+        problems=problems + holes,
     )
-    found.details.pop("world_size", None)
-    found.problems += [
-        Problem(str(directory), None, hole) for tensor in tensors.values() if (hole := tensor.holes())
-    ]
-    return found
 
 
-def _world_size(directory: Path, config: Mapping[str, Any]) -> int:
-    """Number of ranks according to the file names; fsdp_config.json must agree."""
+def _world_size(directory: Path, recorded: Any) -> int:
+    """Number of ranks according to the file names; that of fsdp_config.json must be among them."""
     named = {int(found[1]) for entry in directory.iterdir() if (found := _FILE.fullmatch(entry.name))}
-    recorded = config.get("world_size")
     if recorded is None and len(named) > 1:
         sizes = " and ".join(map(str, sorted(named)))
         rule = f"holds shards of {sizes} ranks, but no {CONFIG} says which to use"

@@ -170,20 +170,18 @@ def _locked(folder: Path) -> Iterator[None]:
     lock = FileLock(folder / "lock")
     try:
         try:
-            lock.acquire(timeout=0)
+            held = lock.acquire(timeout=0)
         except Timeout:
             log.warning("waiting for another run that makes %s", folder)
-            lock.acquire(timeout=LOCK_SECONDS)
+            held = lock.acquire(timeout=LOCK_SECONDS)
     except Timeout as error:
         text = f"another run has been making {folder} for more than {LOCK_SECONDS:g} seconds"
         raise EnvironmentFault(text) from error
     except (OSError, NotImplementedError) as error:  # NFS without a lock daemon
         rule = f"files cannot be locked there: {error}"
         raise ConfigError.one(KEY, folder, rule, f"{KEY}=<folder on a local disk>") from error
-    try:
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def _assets(folder: Path, model: Path) -> ArithmeticAssets:

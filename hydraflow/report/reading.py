@@ -159,10 +159,10 @@ def _read_metrics(run: Run) -> None:
 
 def _columns(steps: list[int], records: Mapping[int, Mapping[str, Any]]) -> dict[str, MetricColumn]:
     found: dict[str, tuple[list[int], list[float], list[float]]] = defaultdict(lambda: ([], [], []))
-    last = 0.0
+    seconds = 0.0
     for step in steps:
         record = records[step]
-        last = seconds = max(last, _finite(record.get("seconds")))
+        seconds = max(seconds, _finite(record.get("seconds")))
         for name, value in record.items():
             number = value if type(value) is float else _number(value)
             if number is None:
