@@ -8,7 +8,9 @@ In: a checkpoint and a `MergeOptions`. Out: the directory, whole or not at all; 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -45,8 +47,9 @@ def merge(
     source, where = outputs.checkpoint.huggingface, Path(target_dir)
     settings = target.settings(source)
     target.require_inside(settings, source.absolute().parent)
-    if upload_to is not None:
-        _make_repo(upload_to, private)
+    if upload_to is not None:  # first, so that missing permissions are found before the merge
+        with _hub(f"--hf_upload_path={upload_to}: the hub refuses it") as hub:
+            hub.create_repo(repo_id=upload_to, private=private, exist_ok=True)
     with target.unfinished(where, source, nbytes=nbytes, overwrite=overwrite) as folder:
         writer = Writer(folder, specs, most_bytes=most_bytes)
         with bar("merging", nbytes) as advance:
@@ -60,7 +63,11 @@ def merge(
     dtype = str(outputs.main_dtype).removeprefix("torch.")
     lines = [f"{where.absolute()}: {len(specs)} tensors, {nbytes / 1e9:.3f} GB, {dtype}"]
     lines += [f"  {note}" for note in outputs.notes]
-    return [*lines, _send(upload_to, where)] if upload_to is not None else lines
+    if upload_to is not None:
+        with _hub(f"{where} is merged, but the upload failed", f"hf upload {upload_to} {where}") as hub:
+            hub.upload_folder(folder_path=str(where), repo_id=upload_to, repo_type="model")
+        lines.append(f"uploaded to {upload_to}")
+    return lines
 
 
 def _export_adapter(outputs: Outputs, folder: Path, base: str) -> None:
@@ -86,31 +93,16 @@ def _counted(blocks: Iterator[torch.Tensor], advance: Advance) -> Iterator[torch
         advance(block.numel() * block.element_size())
 
 
-def _make_repo(repo: str, private: bool) -> None:
-    """Creates the repository first, so that missing permissions are found before the merge."""
+@contextmanager
+def _hub(failure: str, remedy: str = "") -> Iterator[Any]:
+    """The hub's client. Raises EnvironmentFault for its errors: ValueError, and the bases of its HTTP error,
+    which are OSError and that of the HTTP library."""
     from huggingface_hub import HfApi
-
-    try:
-        HfApi().create_repo(repo_id=repo, private=private, exist_ok=True)
-    except _hub_errors() as error:
-        text = f"--hf_upload_path={repo}: the hub refuses it: {first_line(error)}"
-        raise EnvironmentFault(text) from error
-
-
-def _send(repo: str, folder: Path) -> str:
-    from huggingface_hub import HfApi
-
-    try:
-        HfApi().upload_folder(folder_path=str(folder), repo_id=repo, repo_type="model")
-    except _hub_errors() as error:
-        text = f"{folder} is merged, but the upload failed: {first_line(error)}"
-        raise EnvironmentFault(f"{text}\n      -> hf upload {repo} {folder}") from error
-    return f"uploaded to {repo}"
-
-
-def _hub_errors() -> tuple[type[Exception], ...]:
-    """Errors of the hub's client: ValueError, and the bases of its HTTP error, which are OSError and that of
-    the HTTP library; versions use different libraries."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    return *HfHubHTTPError.__bases__, ValueError
+    errors: tuple[type[Exception], ...] = *HfHubHTTPError.__bases__, ValueError
+    try:
+        yield HfApi()
+    except errors as error:
+        text = f"{failure}: {first_line(error)}"
+        raise EnvironmentFault(f"{text}\n      -> {remedy}" if remedy else text) from error

@@ -44,10 +44,8 @@ class RunProgress:
     step: int = 0
     shown: dict[str, str] = field(default_factory=dict)
     """Label -> the newest value, as text; the accuracy is that of the last validation."""
-    recent: deque[tuple[int, dict[str, str]]] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
-    """The last steps' values."""
-    times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=PACE_STEPS))
-    """(step, seconds) of the last steps, from which the pace is estimated."""
+    last: deque[tuple[int, float, dict[str, str]]] = field(default_factory=lambda: deque(maxlen=PACE_STEPS))
+    """(step, seconds, values) of the last steps, from which the pace is estimated."""
 
     def note(self, metrics: dict[str, float], step: int, now: float) -> None:
         """Updates from the metrics of one call of `log`; `now`: seconds of any monotonic clock."""
@@ -56,19 +54,18 @@ class RunProgress:
             new["accuracy"] = f"{accuracy:.3f}"
         merged = self.shown | new
         self.shown = {label: merged[label] for label in ORDER if label in merged}
-        if self.recent and self.recent[-1][0] == step:
-            self.recent[-1][1].update(new)
+        if self.last and self.last[-1][0] == step:
+            self.last[-1][2].update(new)
         else:
-            self.recent.append((step, new))
-            self.times.append((step, now))
+            self.last.append((step, now, new))
         self.step = step
 
     def seconds_left(self) -> float | None:
         """Seconds left at the pace of the last steps; None before the second step, or if `total_steps` is not
         known."""
-        if self.total_steps is None or len(self.times) < 2:
+        if self.total_steps is None or len(self.last) < 2:
             return None
-        (first, start), (last, end) = self.times[0], self.times[-1]
+        (first, start, _), (last, end, _) = self.last[0], self.last[-1]
         return (end - start) / (last - first) * max(0, self.total_steps - last)
 
     def position(self) -> str:
@@ -116,7 +113,7 @@ class LiveConsole(Tracker):
         head.add_row(Text(self._title), bar, progress.position())
         labels = list(progress.shown)
         table = Table("step", *labels, box=None, padding=(0, 2, 0, 0))
-        for step, values in progress.recent:
+        for step, _, values in list(progress.last)[-RECENT_STEPS:]:
             table.add_row(str(step), *(values.get(label, "") for label in labels))
         newest = Table.grid(padding=(0, 2, 0, 0))
         newest.add_row(*(f"{label} [bold]{value}[/bold]" for label, value in progress.shown.items()))
