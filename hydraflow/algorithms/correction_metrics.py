@@ -52,8 +52,7 @@ def correction_metrics(
     for rejection in correction.rejections:
         found |= _of_rejection(rejection, tokens)
     if correction.rejections:
-        lost = mask & ~correction.kept(tokens.log_ratio, mask)
-        found |= _lost("rollout_rs_", lost, mask)
+        found |= _lost("rollout_rs_", mask & ~correction.kept(tokens.log_ratio, mask), mask)
     return {f"{PREFIX}/{name}": metric for name, metric in found.items()}
 
 

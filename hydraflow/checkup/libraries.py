@@ -101,8 +101,7 @@ def check_tensordict(context: CheckContext) -> Iterator[Finding]:
         yield problem(f"{ours} does not work with torch {installed('torch')}: {error}", remedy)
         return
     if values != [[2, 3], [4, 5], [0, 1]]:
-        evidence = f"{ours} gave {values} for rows 1, 2 and 0 of [[0, 1], [2, 3], [4, 5]]"
-        yield problem(evidence, remedy)
+        yield problem(f"{ours} gave {values} for rows 1, 2 and 0 of [[0, 1], [2, 3], [4, 5]]", remedy)
         return
     yield ok(f"{ours} and torch {installed('torch')}: made, indexed and joined rows")
 

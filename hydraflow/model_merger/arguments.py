@@ -108,8 +108,7 @@ def _merge_options(command: argparse.ArgumentParser) -> None:
     _flag(command, "lora_alpha", type=float, help="lora_alpha of checkpoints that do not record it")
     _dtype(command, "as they are")
     _switch(command, "is_value_model", "require a value head (detected by default)")
-    tied = "the output matrix is the embedding, whatever config.json says"
-    _switch(command, "tie_word_embedding", tied)
+    _switch(command, "tie_word_embedding", "the output matrix is the embedding, whatever config.json says")
     _switch(command, "trust_remote_code", _TRUST)
 
 

@@ -56,8 +56,7 @@ def read_directory(directory: Path, *, field: str) -> dict[str, StoredTensor]:
     """All tensors of a directory. Raises ConfigError when there are none (for the key `field`) or a file is
     broken."""
     there = sorted(directory.glob("*.safetensors"))
-    to_load = [file for file in files_to_load(directory) if file.suffix == ".safetensors"]
-    files = to_load or there
+    files = [file for file in files_to_load(directory) if file.suffix == ".safetensors"] or there
     if not files:
         raise ConfigError.one(field, str(directory), "there are no safetensors files in it")
     tensors: dict[str, StoredTensor] = {}

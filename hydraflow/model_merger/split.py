@@ -155,8 +155,7 @@ def _write_verl(folder: Path, weights: Mapping[str, torch.Tensor], world_size: i
             rows = found[rank][1] if rank < len(found) else tensor[:0]
             if tensor.data_ptr() not in copies:
                 copies[tensor.data_ptr()] = rows.clone()
-            meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
-            spec = DTensorSpec(mesh, (Shard(0),), meta)
+            spec = DTensorSpec(mesh, (Shard(0),), TensorMeta(tensor.shape, tensor.stride(), tensor.dtype))
             state[name] = DTensor(copies[tensor.data_ptr()], spec, requires_grad=False)
             advance(rows.nbytes)
         torch.save(state, folder / verl.file_of(world_size, rank))

@@ -118,8 +118,7 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def _set_dtype(config: dict[str, Any], name: str) -> None:
-    keys = [key for key in _DTYPE_KEYS if key in config] or ["dtype"]
-    for key in keys:
+    for key in [key for key in _DTYPE_KEYS if key in config] or ["dtype"]:
         config[key] = name
     for key, part in config.items():
         is_part = key.endswith("_config") and key != "quantization_config" and isinstance(part, dict)

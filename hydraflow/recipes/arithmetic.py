@@ -219,8 +219,7 @@ def _warm_up(
     held_out = HeldOut(trainer, val, len(val))
     scratch.mkdir(parents=True, exist_ok=True)
     local = [name for name in logger if name in LOCAL]
-    run = RunInfo(scratch, "warm start", plan.total_steps)
-    with open_trackers(local, run) as trackers:
+    with open_trackers(local, RunInfo(scratch, "warm start", plan.total_steps)) as trackers:
         Loop(config.trainer, trainer, held_out, trackers, clock, profiled=False).fit(
             None,
             plan.total_steps,

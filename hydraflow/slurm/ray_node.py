@@ -127,8 +127,7 @@ def await_head(folder: Path, head: str, seconds: float = HEAD_SECONDS) -> str:
     deadline, address, reason = started + seconds, "", "it wrote no address"
     while time.monotonic() < deadline:
         if not has_settings and (has_settings := (folder / FACTS).is_file()):
-            settings = JobSettings.from_shell((folder / FACTS).read_text())
-            deadline = time.monotonic() + settings.start_timeout
+            deadline = time.monotonic() + JobSettings.from_shell((folder / FACTS).read_text()).start_timeout
         address = (folder / ADDRESS).read_text().strip() if (folder / ADDRESS).is_file() else ""
         if address:
             reason = unreachable(address, 5.0)

@@ -147,8 +147,7 @@ def import_file(path: Path, *, module: str, field: str, value: object = None) ->
         with redirect_stdout(sys.stderr):  # a command's stdout is reserved for its report
             spec.loader.exec_module(found)
     except (Exception, SystemExit) as error:  # the user's file may raise anything; it becomes our message
-        rule = f"cannot be imported: {with_line(error, path)}"
-        raise ConfigError.one(field, value, rule) from error
+        raise ConfigError.one(field, value, f"cannot be imported: {with_line(error, path)}") from error
     return found
 
 

@@ -93,10 +93,9 @@ def commit_of(folder: Path) -> dict[str, Any] | None:
         return None
     commit, top = output.splitlines()
     changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    branch = _git(folder, "rev-parse", "--abbrev-ref", "HEAD")
     return {
         "commit": commit,
-        "branch": branch,
+        "branch": _git(folder, "rev-parse", "--abbrev-ref", "HEAD"),
         "changed_files": None if changed is None else len(changed.splitlines()),
         "folder": top,
     }
