@@ -38,7 +38,7 @@ from hydraflow.generation.config import GENERATION_ENGINES
 SECONDS = 20.0
 """Default time limit of a check."""
 PROBED = libraries.PROBE_SECONDS + SECONDS
-"""That of a check which imports a library."""
+"""Time limit of a check that imports a library."""
 
 
 @dataclass(frozen=True)
