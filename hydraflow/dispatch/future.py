@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import ray
 from ray import ObjectRef
@@ -24,9 +24,6 @@ from hydraflow.dispatch.timeline import Timeline
 from hydraflow.dispatch.transport import Payload, Receipt, Traffic, unpack
 from hydraflow.dispatch.worker import DECISIONS, Failure, log_tail
 from hydraflow.errors import ConfigError, HydraflowError, WorkerError
-
-if TYPE_CHECKING:
-    from hydraflow.dispatch.group import WorkerGroup
 
 SLICE = 0.25
 """Seconds to wait for all ranks of a call before checking the answers so far: one may be a failure."""
@@ -47,11 +44,30 @@ FETCH = 10.0
 """Seconds for one ready answer to arrive, after fetching the answers of all ranks together has failed."""
 
 
+class GroupHandle(Protocol):
+    """What waiting needs from a group of processes."""
+
+    error: HydraflowError | None
+
+    def end(self, error: HydraflowError) -> None:
+        """Kills the processes and refuses further calls with `error`."""
+
+    def log_of(self, rank: int, role: str) -> str:
+        """Path of a rank's log; empty while unknown."""
+
+    def may_replace(self, call: PendingCall) -> bool:
+        """Whether the process that died with this call may be replaced."""
+
+    def replace(self, lost: Sequence[PendingCall], cause: str) -> None:
+        """Starts a replacement for a process that has died and resends its calls. Raises WorkerError when
+        that fails, too."""
+
+
 @dataclass(frozen=True)
 class PendingCall:
     """A pending answer: its rank, its deadline, and where to store it."""
 
-    group: WorkerGroup
+    group: GroupHandle
     role: str
     rank: int
     node: str
@@ -86,7 +102,7 @@ class PendingCall:
 
 
 class ReplacementDied(Exception):
-    """A replacement process died while it was being set up; caught by `WorkerGroup.replace`."""
+    """A replacement process died while it was being set up; caught by `GroupHandle.replace`."""
 
     def __init__(self, failure: Failure):
         super().__init__(failure.cause)
@@ -110,7 +126,7 @@ class PendingCalls:
         self.pending: dict[ObjectRef, PendingCall] = {}
         self._died: list[tuple[PendingCall, Failure]] = []
         """Calls whose process is to be replaced."""
-        self._replaced: tuple[WorkerGroup, int] | None = None
+        self._replaced: tuple[GroupHandle, int] | None = None
         """Group and rank of the process that is being replaced."""
 
     def settle(self, refs: Mapping[int, ObjectRef]) -> None:
@@ -285,7 +301,7 @@ class PendingCalls:
             cause += f"; stacks of all workers: {written}"
         self._end({first.group}, first.error(cause))
 
-    def _end(self, groups: set[WorkerGroup], error: HydraflowError) -> None:
+    def _end(self, groups: set[GroupHandle], error: HydraflowError) -> None:
         """Ends these groups and raises `error`. If the workers decided to stop, their processes are kept:
         they may still be writing a checkpoint."""
         for group in groups:
@@ -294,7 +310,7 @@ class PendingCalls:
                 group.end(error)
         raise error
 
-    def forget(self, group: WorkerGroup, rank: int | None = None) -> None:
+    def forget(self, group: GroupHandle, rank: int | None = None) -> None:
         """Drops the pending calls of a group that has ended, or of one of its processes."""
 
         def dropped(call: PendingCall) -> bool:
@@ -341,7 +357,7 @@ class CallFuture(Future):
     """The result of a call to worker processes."""
 
     calls: PendingCalls
-    group: WorkerGroup
+    group: GroupHandle
     refs: dict[int, ObjectRef]
     """Pending answers by rank."""
     answers: dict[int, Any]
