@@ -113,6 +113,5 @@ def _of_lines(path: Path, key: str, count: int) -> tuple[int, list[FileRecord]]:
         raise ConfigError.one(key, path, f"cannot be read: {error}") from error
     if not lines:
         raise ConfigError.one(key, path, "the file has no rows")
-    chosen = (lines[place] for place in spread(len(lines), count))
-    records = [FileRecord(parse_line(path, key, number, line), path, number - 1) for number, line in chosen]
-    return len(lines), records
+    chosen = spread(len(lines), count)
+    return len(lines), [FileRecord(parse_line(path, key, *lines[row]), path, row) for row in chosen]

@@ -167,7 +167,7 @@ def parse_line(path: Path, key: str, number: int, line: str) -> dict[str, Any]:
     except RecursionError:
         raise _too_deep(path, key, number) from None
     # counting brackets is a cheap bound that spares nearly every row the walk
-    if line.count("[") + line.count("{") > DEEPEST and _depth(values) > DEEPEST:
+    if line.count("[") + line.count("{") > DEEPEST and depth(values) > DEEPEST:
         raise _too_deep(path, key, number)
     if not isinstance(values, dict):
         rule = f"line {number} is a JSON {type(values).__name__}, not an object"
@@ -180,8 +180,12 @@ def _too_deep(path: Path, key: str, number: int) -> ConfigError:
     return ConfigError.one(key, path, rule, "store deeply nested values as text")
 
 
-def _depth(values: Any) -> int:
-    """Levels of lists and objects within each other."""
+def depth(values: Any) -> int:
+    """Levels of lists and objects within each other.
+
+    >>> depth([{"a": [1]}, 2])
+    3
+    """
     depth, level = 0, [values]
     while level := [one for one in level if isinstance(one, dict | list)]:
         depth += 1

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from hydraflow.data.files import depth
 from hydraflow.errors import ConfigError, first_line
 from hydraflow.redact import public, public_command
 from hydraflow.system.paths import expanded
@@ -28,7 +29,7 @@ MARKS = ("metrics.jsonl", "config.yaml", "plan.json", "run.json", "summary.json"
 LARGEST_STEP = 10**15
 """Larger steps count as damage."""
 DEEPEST = 50
-"""Largest nesting depth of mappings and lists."""
+"""Largest nesting depth of mappings and lists: no run writes more, and Python's stack could overflow."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ def _yaml(run: Run) -> dict[str, Any]:
             # a few aliases can expand to more than a page can hold
             raise ValueError("has YAML aliases (*name), which no run writes")
         found = yaml.safe_load(text)
-        if _is_deep(found):
+        if depth(found) > DEEPEST:
             raise ValueError(f"is nested deeper than {DEEPEST} levels")
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         run.unread.append(f"config.yaml: {first_line(error)}")
@@ -236,19 +237,10 @@ def _mapping(run: Run, name: str) -> dict[str, Any]:
         return {}
     text = "\n".join(_lines(run, file))
     found = _parsed(text)
-    if isinstance(found, dict) and not _is_deep(found):
+    if isinstance(found, dict) and depth(found) <= DEEPEST:
         return found
     run.unread.append(f"{name}: {'is not a JSON object of a run' if text.strip() else 'is empty'}")
     return {}
-
-
-def _is_deep(value: Any) -> bool:
-    """Whether it is nested deeper than `DEEPEST`: no run writes that, and Python's stack could overflow."""
-    level = [value]
-    for _ in range(DEEPEST):
-        nested = [one for one in level if isinstance(one, dict | list)]
-        level = [inner for one in nested for inner in (one.values() if isinstance(one, dict) else one)]
-    return bool(level)
 
 
 def _lines(run: Run, file: Path) -> list[str]:

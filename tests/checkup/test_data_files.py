@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hydraflow.checkup import sampling
 from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import Finding, State
+from hydraflow.data.files import read_records
 
 
 def look(data: Path | None, **keys: object) -> list[Finding]:
@@ -78,6 +79,16 @@ def test_rows_that_are_wrong_are_named(tmp_path: Path) -> None:
     found = look(jsonl(tmp_path / "data.jsonl", rows))
     assert states(found) == [State.PROBLEM] * 3
     assert "row 1" in found[0].evidence and "row 2" in found[1].evidence and "row 3" in found[2].evidence
+
+
+def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
+    """A row has the same number here and in training."""
+    file = jsonl(tmp_path / "data.jsonl", [row(), {**row(), "prompt": 7}])
+    file.write_text("\n\n" + file.read_text())
+    assert [record.row for record in sampling.sample(file, "data.train_files", 8)] == [0, 1]
+    assert [record.row for record in read_records(str(file), key="data.train_files")] == [0, 1]
+    [found] = look(file)
+    assert "row 1" in found.evidence
 
 
 @pytest.mark.parametrize(

@@ -178,3 +178,11 @@ def test_json_that_is_nested_too_deeply_is_not_followed(tmp_path: Path, name: st
     (folder / name).write_text('{"starts": ' + "[" * 400 + "]" * 400 + "}")
     run = read_run(folder)
     assert f"{name}: is not a JSON object of a run" in run.unread and "</html>" in render([run])
+
+
+def test_fifty_levels_are_followed(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [record(1)])
+    (folder / "summary.json").write_text('{"starts": ' + "[" * 49 + "1" + "]" * 49 + "}")
+    assert not read_run(folder).unread
+    (folder / "summary.json").write_text('{"starts": ' + "[" * 50 + "1" + "]" * 50 + "}")
+    assert read_run(folder).unread
