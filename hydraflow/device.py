@@ -297,11 +297,8 @@ def resolve_dtype(name: str, device_type: str) -> torch.dtype:
 @cache
 def cpu_has_bf16() -> bool:
     """Whether the CPU multiplies bfloat16 in hardware; without that, bfloat16 is slow."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
+    described = _cpu_as_described()
+    return "avx512_bf16" in described or "amx_bf16" in described
 
 
 @cache
@@ -310,12 +307,17 @@ def onednn_is_faster() -> bool:
     AVX-512 unused on processors other than Intel's."""
     import torch
 
-    try:
-        described = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
+    described = _cpu_as_described()
     has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     return has_both and "avx512f" in described and "GenuineIntel" not in described
+
+
+def _cpu_as_described() -> str:
+    """The system's description of the CPU; empty if there is none."""
+    try:
+        return Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
 
 
 def onednn_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -30,6 +30,11 @@ def membership(tmp_path: Path, *lines: str) -> Path:
     return path
 
 
+def limits(cgroups: Path, *lines: str) -> dict[str, float]:
+    """Of a process in these groups."""
+    return core_limits(cgroups=cgroups, membership=membership(cgroups, *lines), environ={})
+
+
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -37,55 +42,37 @@ def write(path: Path, text: str) -> None:
 
 def test_a_quota_of_version_2(tmp_path: Path) -> None:
     write(tmp_path / "cpu.max", "150000 100000\n")
-    assert core_limits(cgroups=tmp_path, membership=membership(tmp_path, "0::/"), environ={}) == {
-        "affinity mask": ALLOWED,
-        "cgroup quota": 1.5,
-    }
+    assert limits(tmp_path, "0::/") == {"affinity mask": ALLOWED, "cgroup quota": 1.5}
 
 
 def test_no_quota(tmp_path: Path) -> None:
     write(tmp_path / "cpu.max", "max 100000\n")
-    assert core_limits(cgroups=tmp_path, membership=membership(tmp_path, "0::/"), environ={}) == {
-        "affinity mask": ALLOWED
-    }
+    assert limits(tmp_path, "0::/") == {"affinity mask": ALLOWED}
 
 
 def test_the_tightest_quota_on_the_way_to_the_root_holds(tmp_path: Path) -> None:
-    root = tmp_path / "cgroup"
-    write(root / "cpu.max", "max 100000")
-    write(root / "job" / "cpu.max", "300000 100000")
-    write(root / "job" / "step" / "cpu.max", "800000 100000")
-    found = core_limits(cgroups=root, membership=membership(tmp_path, "0::/job/step"), environ={})
-    assert found["cgroup quota"] == 3.0
+    write(tmp_path / "cpu.max", "max 100000")
+    write(tmp_path / "job" / "cpu.max", "300000 100000")
+    write(tmp_path / "job" / "step" / "cpu.max", "800000 100000")
+    assert limits(tmp_path, "0::/job/step")["cgroup quota"] == 3.0
 
 
 def test_a_quota_of_version_1(tmp_path: Path) -> None:
     write(tmp_path / "cpu,cpuacct" / "job" / "cpu.cfs_quota_us", "250000\n")
     write(tmp_path / "cpu,cpuacct" / "job" / "cpu.cfs_period_us", "100000\n")
-    found = core_limits(
-        cgroups=tmp_path, membership=membership(tmp_path, "4:memory:/other", "3:cpu,cpuacct:/job"), environ={}
-    )
-    assert found["cgroup quota"] == 2.5
+    assert limits(tmp_path, "4:memory:/other", "3:cpu,cpuacct:/job")["cgroup quota"] == 2.5
 
 
 def test_version_1_without_a_quota(tmp_path: Path) -> None:
     write(tmp_path / "cpu" / "cpu.cfs_quota_us", "-1\n")
     write(tmp_path / "cpu" / "cpu.cfs_period_us", "100000\n")
-    assert "cgroup quota" not in core_limits(
-        cgroups=tmp_path, membership=membership(tmp_path, "1:cpu:/"), environ={}
-    )
+    assert "cgroup quota" not in limits(tmp_path, "1:cpu:/")
 
 
 def test_the_host_s_path_is_not_mounted_in_a_container(tmp_path: Path) -> None:
-    root = tmp_path / "cgroup"
-    write(root / "cpu" / "cpu.cfs_quota_us", "200000")
-    write(root / "cpu" / "cpu.cfs_period_us", "100000")
-    assert (
-        core_limits(cgroups=root, membership=membership(tmp_path, "3:cpu:/docker/0123"), environ={})[
-            "cgroup quota"
-        ]
-        == 2.0
-    )
+    write(tmp_path / "cpu" / "cpu.cfs_quota_us", "200000")
+    write(tmp_path / "cpu" / "cpu.cfs_period_us", "100000")
+    assert limits(tmp_path, "3:cpu:/docker/0123")["cgroup quota"] == 2.0
 
 
 def test_slurm_counts_and_nonsense_does_not(tmp_path: Path) -> None:

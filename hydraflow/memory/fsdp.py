@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from hydraflow.engine.config import FSDPConfig
 from hydraflow.memory.activations import (
     LayerCosts,
     MicroBatchTokens,
@@ -54,17 +55,9 @@ class FSDPModelMemory:
     device_type: str
     """On a CPU, the other ranks' parts of gradients arrive in a buffer before they are summed, and the head
     computes a few tokens at a time."""
-    reshard: bool
-    """fsdp_config.reshard_after_forward"""
-    offload_policy: bool
-    """Shards are always on the host."""
-    param_offload: bool
-    """Weights are on the host while the role is idle."""
-    optimizer_offload: bool
-    """Moments are on the host, except during an optimizer step."""
+    settings: FSDPConfig
+    """Without offloading where it has no effect."""
     checkpointing: bool
-    chunk: int
-    """fsdp_config.head_chunk_tokens"""
     policy: bool
     """Whether the output is the vocabulary; a critic has one value."""
 
@@ -72,9 +65,9 @@ class FSDPModelMemory:
     def held(self) -> MemoryParts:
         """While the role works: shards of weights and optimizer state."""
         weights, moments = self._share(self.units.every), self._share(2 * self.units.trained)
-        if self.offload_policy:
+        if self.settings.offload_policy:
             return MemoryParts(host=weights + moments + self._share(self.units.trained))
-        if self.optimizer_offload:
+        if self.settings.optimizer_offload:
             return MemoryParts(weights=weights, host=moments)
         return MemoryParts(weights=weights, optimizer=moments)
 
@@ -82,7 +75,9 @@ class FSDPModelMemory:
     def resting(self) -> MemoryParts:
         """Held while other roles use the device: with offloading, the weights are in host memory."""
         held = self.held
-        return replace(held, weights=0, host=held.host + held.weights) if self.param_offload else held
+        if not self.settings.param_offload:
+            return held
+        return replace(held, weights=0, host=held.host + held.weights)
 
     def forward(self, tokens: MicroBatchTokens) -> MemoryParts:
         """A forward-only pass: the larger of a layer's and the head's computation."""
@@ -101,11 +96,11 @@ class FSDPModelMemory:
             *self._layer_moments(tokens, accumulates),
             *self._last_moments(tokens, accumulates),
         ]
-        trained = self.units.trained
-        offloaded = self.optimizer_offload and not self.offload_policy
+        trained, settings = self.units.trained, self.settings
+        moved = settings.optimizer_offload and not settings.offload_policy
         step = MemoryParts(
-            gradients=0 if self.offload_policy else self._share(trained),
-            optimizer=self._share(2 * trained) if offloaded else 0,
+            gradients=0 if settings.offload_policy else self._share(trained),
+            optimizer=self._share(2 * trained) if moved else 0,
         )
         return self.held + fullest(step, *moments)
 
@@ -122,7 +117,7 @@ class FSDPModelMemory:
         logits = head_backward(
             self.shape.vocabulary,
             tokens.asked,
-            self.chunk,
+            self.settings.head_chunk_tokens,
             self.types.compute,
             trained_entropy=trained_entropy,
             post=self.shape.logit_copies,
@@ -183,7 +178,7 @@ class FSDPModelMemory:
         """Bytes of the root and of `layers` layers: in use, arriving, and the previous one not freed yet."""
         units, number = self.units, self.types.compute
         copies = min(layers, 1) if self.ranks == 1 else layers
-        if not self.reshard:
+        if not self.settings.reshard_after_forward:
             return number * (units.every + max(0, copies - 1) * units.layer)
         return number * (units.root + copies * units.layer)
 
@@ -198,7 +193,7 @@ class FSDPModelMemory:
         return head_forward(
             self.shape.vocabulary,
             tokens.asked,
-            self.chunk,
+            self.settings.head_chunk_tokens,
             self.types.compute,
             post=self.shape.logit_copies,
             device_type=self.device_type,

@@ -74,10 +74,12 @@ def limits_of(config: PPOConfig) -> MemoryLimits:
     trainer, cluster = config.trainer, config.cluster
     device_type = planned_type(trainer.device, cluster.device)
     elsewhere = device_type != "cpu" and not listed_gpus()
-    host: float | None = None if elsewhere else host_memory().total
+    host = None if elsewhere else host_memory().total
     if cluster.host_memory_gib:
-        host = cluster.host_memory_gib * GIB
-    device = cluster.device_memory_gib * GIB if cluster.device_memory_gib and device_type != "cpu" else None
+        host = int(cluster.host_memory_gib * GIB)
+    device = None
+    if cluster.device_memory_gib and device_type != "cpu":
+        device = int(cluster.device_memory_gib * GIB)
     asked = (cluster.devices_per_node, trainer.n_gpus_per_node, listed_gpus())
     notes = []
     if device is None and device_type != "cpu":
@@ -88,8 +90,8 @@ def limits_of(config: PPOConfig) -> MemoryLimits:
         device_type=device_type,
         device_name=cluster.device or device_type,
         devices_per_node=next((count for count in asked if count and count > 0), CPU_PROCESSES),
-        device_bytes=None if device is None else int(device),
-        host_bytes=None if host is None else int(host),
+        device_bytes=device,
+        host_bytes=host,
         half=device_type != "cpu" or cpu_has_bf16(),
         notes=tuple(notes),
     )

@@ -161,6 +161,8 @@ def _engine(
             shape, layout, settings, number, trained, trained and whole, policy, on_host
         )
     fsdp = role.fsdp_config
+    if on_host:
+        fsdp = replace(fsdp, offload_policy=False, param_offload=False, optimizer_offload=False)
     adapters = adapter_numbers(shape, model.lora_rank, model.target_modules) if trained else 0
     least = fsdp.wrap_policy.least(
         max(1, layout.shard), inputs.limits.device_type, offloaded=fsdp.offload_policy
@@ -171,12 +173,8 @@ def _engine(
         types=BytesPerNumber.of(fsdp, inputs.limits),
         ranks=max(1, layout.shard),
         device_type=inputs.limits.device_type,
-        reshard=fsdp.reshard_after_forward,
-        offload_policy=fsdp.offload_policy and not on_host,
-        param_offload=fsdp.param_offload and not on_host,
-        optimizer_offload=fsdp.optimizer_offload and not on_host,
+        settings=fsdp,
         checkpointing=trained and model.enable_gradient_checkpointing,
-        chunk=fsdp.head_chunk_tokens,
         policy=policy,
     )
 

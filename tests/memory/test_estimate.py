@@ -9,11 +9,14 @@ import time
 from typing import Any
 
 import pytest
+from batch_plan import plans
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory.published import PUBLISHED
 
 from hydraflow.batch_plan.layout import Layout
 from hydraflow.batch_plan.resolve import resolve_plan
+from hydraflow.batch_plan.settings import with_value
 from hydraflow.engine.config import MegatronConfig
 from hydraflow.memory.activations import MicroBatchTokens
 from hydraflow.memory.estimate import PROCESS_BYTES, estimate
@@ -24,49 +27,14 @@ from hydraflow.memory.shape import ModelShape, shape_of
 from hydraflow.schema import PPOConfig
 
 GIB = 2**30
-QWEN_7B = shape_of(
-    dict(
-        model_type="qwen2",
-        hidden_size=3584,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-    )
-    | dict(intermediate_size=18944, vocab_size=152064)
-)
-QWEN_30B_A3B = shape_of(
-    dict(
-        model_type="qwen3_moe",
-        hidden_size=2048,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-    )
-    | dict(
-        intermediate_size=6144,
-        vocab_size=151936,
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
-    )
-)
-QWEN_HALF_B = shape_of(
-    dict(
-        model_type="qwen2",
-        hidden_size=896,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-    )
-    | dict(intermediate_size=4864, vocab_size=151936, tie_word_embeddings=True)
+QWEN_7B, QWEN_HALF_B, QWEN_30B_A3B = (
+    shape_of(PUBLISHED[name][1]) for name in ("Qwen2.5-7B", "Qwen2.5-0.5B", "Qwen3-30B-A3B")
 )
 POLICY = "actor_rollout_ref"
 
 
 def configured(**changes: Any) -> PPOConfig:
     """GRPO on one machine with eight devices of 80 GiB; `changes` by dotted key, with __ for dots."""
-    config = PPOConfig()
     defaults: dict[str, Any] = {
         "algorithm__adv_estimator": "grpo",
         "cluster__device": "H100",
@@ -77,13 +45,7 @@ def configured(**changes: Any) -> PPOConfig:
         f"{POLICY}__rollout__n": 8,
         f"{POLICY}__rollout__name": "vllm",
     }
-    for key, value in (defaults | changes).items():
-        section: Any = config
-        *path, last = key.split("__")
-        for name in path:
-            section = getattr(section, name)
-        setattr(section, last, value)
-    return config
+    return plans.configured(**defaults | changes)
 
 
 def report_of(config: PPOConfig, shape: ModelShape = QWEN_7B) -> MemoryReport:
@@ -93,16 +55,11 @@ def report_of(config: PPOConfig, shape: ModelShape = QWEN_7B) -> MemoryReport:
 def overridden(config: PPOConfig, override: str) -> PPOConfig:
     """Another configuration with one override of the command line."""
     key, text = override.split("=")
-    section: Any = config
-    *path, last = key.split(".")
-    for name in path:
-        section = getattr(section, name)
     try:
         value = json.loads(text)
     except ValueError:
         value = text
-    setattr(section, last, value)
-    return config
+    return with_value(config, key, value)
 
 
 def test_weights_and_optimizer_of_7b_on_8_devices() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hydraflow.engine.config import FSDPConfig
 from hydraflow.memory.activations import MicroBatchTokens
 from hydraflow.memory.fsdp import FSDPModelMemory, adapter_numbers, units_of
 from hydraflow.memory.limits import BytesPerNumber
@@ -23,6 +24,7 @@ def sharded(
     policy: bool = True,
     adapters: int = 0,
     least: int = 0,
+    **settings: bool,
 ) -> FSDPModelMemory:
     units = units_of(shape, policy=policy, least=least, trained=trained, adapters=adapters)
     return FSDPModelMemory(
@@ -31,12 +33,8 @@ def sharded(
         types=BytesPerNumber(4, 4, 4),
         ranks=2,
         device_type="cuda",
-        reshard=True,
-        offload_policy=False,
-        param_offload=False,
-        optimizer_offload=False,
+        settings=FSDPConfig(head_chunk_tokens=10**6, **settings),
         checkpointing=True,
-        chunk=10**6,
         policy=policy,
     )
 
@@ -55,15 +53,14 @@ def test_units() -> None:
 
 
 def test_shards_at_rest() -> None:
-    model = sharded()
-    resting = model.resting
+    resting = sharded().resting
     assert resting.weights == 4 * UNTIED.parameters // 2
     assert resting.optimizer == 2 * resting.weights
-    assert replace(model, optimizer_offload=True).resting.host == resting.optimizer
-    offloaded = replace(model, offload_policy=True).resting
+    assert sharded(optimizer_offload=True).resting.host == resting.optimizer
+    offloaded = sharded(offload_policy=True).resting
     assert offloaded.total == 0
     assert offloaded.host == resting.weights * 4  # weights, gradients and two moments
-    assert replace(model, offload_policy=True, param_offload=True).resting == offloaded
+    assert sharded(offload_policy=True, param_offload=True).resting == offloaded
     assert sharded(trained=False).resting.optimizer == 0
 
 
@@ -99,22 +96,22 @@ def test_a_tied_embedding_gets_two_gradients_and_their_sum() -> None:
 
 
 def test_offloaded_weights_leave_what_is_gathered() -> None:
-    parts = update(replace(sharded(), offload_policy=True), accumulates=False)
+    parts = update(sharded(offload_policy=True), accumulates=False)
     assert parts.weights == parts.optimizer == 0
     assert parts.gathered > 0
 
 
 def test_weights_that_rest_on_the_host_are_on_the_device_in_a_pass() -> None:
-    plain, model = sharded(), replace(sharded(), param_offload=True)
+    plain, model = sharded(), sharded(param_offload=True)
     assert model.resting == MemoryParts(optimizer=plain.resting.optimizer, host=plain.resting.weights)
-    both = replace(model, optimizer_offload=True).resting
+    both = sharded(param_offload=True, optimizer_offload=True).resting
     assert (both.total, both.host) == (0, 3 * plain.resting.weights)
     assert update(model, accumulates=True) == update(plain, accumulates=True)
     assert model.forward(ONE) == plain.forward(ONE)
 
 
 def test_without_resharding_the_whole_model_is_gathered() -> None:
-    model = replace(sharded(), reshard=False)
+    model = sharded(reshard_after_forward=False)
     assert model.forward(ONE).gathered >= 4 * UNTIED.parameters
     assert sharded().forward(ONE).gathered == 4 * 2 * 16008  # as it arrives, and taken apart
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from memory.published import PUBLISHED
 
 from hydraflow.errors import ConfigError
 from hydraflow.memory.shape import ModelShape, read_shape, shape_of
@@ -60,63 +61,9 @@ def test_counts_are_those_of_the_real_model(name: str, options: dict[str, Any]) 
     assert shape.notes == ()
 
 
-PUBLISHED = {
-    # https://huggingface.co/Qwen/Qwen2.5-7B: 7.61B, of which 6.53B are not embeddings
-    "Qwen2.5-7B": (
-        7_615_616_512,
-        "qwen2",
-        dict(hidden=3584, layers=28, heads=28, kv=4, mlp=18944, vocabulary=152064),
-    ),
-    # https://huggingface.co/Qwen/Qwen2.5-0.5B: 0.49B, tied
-    "Qwen2.5-0.5B": (
-        494_032_768,
-        "qwen2",
-        dict(hidden=896, layers=24, heads=14, kv=2, mlp=4864, vocabulary=151936, tied=True),
-    ),
-    # https://huggingface.co/meta-llama/Meta-Llama-3-8B: 8.03B
-    "Llama-3-8B": (
-        8_030_261_248,
-        "llama",
-        dict(hidden=4096, layers=32, heads=32, kv=8, mlp=14336, vocabulary=128256),
-    ),
-    "Mistral-7B": (
-        7_241_732_096,
-        "mistral",
-        dict(hidden=4096, layers=32, heads=32, kv=8, mlp=14336, vocabulary=32000),
-    ),
-    "Mixtral-8x7B": (
-        46_702_792_704,
-        "mixtral",
-        dict(hidden=4096, layers=32, heads=32, kv=8, mlp=14336, vocabulary=32000),
-    ),
-    "Qwen3-8B": (
-        8_190_735_360,
-        "qwen3",
-        dict(hidden=4096, layers=36, heads=32, kv=8, mlp=12288, vocabulary=151936),
-    ),
-    "Qwen3-30B-A3B": (
-        30_532_122_624,
-        "qwen3_moe",
-        dict(hidden=2048, layers=48, heads=32, kv=4, mlp=6144, vocabulary=151936),
-    ),
-}
-MORE = {
-    "Mixtral-8x7B": dict(num_local_experts=8, num_experts_per_tok=2),
-    "Qwen3-30B-A3B": dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768),
-}
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_counts(name: str) -> None:
-    parameters, kind, sizes = PUBLISHED[name]
-    keys = dict(
-        hidden="hidden_size",
-        layers="num_hidden_layers",
-        heads="num_attention_heads",
-        kv="num_key_value_heads",
-    )
-    keys |= dict(mlp="intermediate_size", vocabulary="vocab_size", tied="tie_word_embeddings")
-    config = {"model_type": kind, **{keys[key]: value for key, value in sizes.items()}, **MORE.get(name, {})}
+    parameters, config = PUBLISHED[name]
     assert shape_of(config).parameters == parameters
 
 
