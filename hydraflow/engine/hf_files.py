@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 def save_whole(
     module: Callable[[], PolicyModel | ValueModel],
     model: ModelConfig,
-    weights: Mapping[str, torch.Tensor] | None,
+    weights: Iterable[tuple[str, torch.Tensor]],
     directory: Path,
     *,
     field: str,
 ) -> None:
-    """Rank 0 writes, under a temporary name first; only rank 0 has `weights` and calls `module`. All ranks
-    return together, or raise rank 0's ConfigError."""
+    """Rank 0 writes, under a temporary name first; it alone calls `module`. `weights`: the engine's stream to
+    rank 0. All ranks return together, or raise rank 0's ConfigError."""
+    whole = first_rank_copy(weights)
 
     def write() -> None:
-        assert weights is not None, "rank 0 has all weights"
         unfinished = directory.with_name(directory.name + ".unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
-        write_hugging_face(hf_files_of(module(), model, weights=True), dict(weights), unfinished, field=field)
+        write_hugging_face(hf_files_of(module(), model, weights=True), whole, unfinished, field=field)
         replace_folder(unfinished, directory)
 
     on_first_rank(write)

@@ -125,32 +125,25 @@ def all_reduce(
 
 
 def on_first_rank(work: Callable[[], Result]) -> Result | None:
-    """The result of `work` on rank 0, None elsewhere. When rank 0 raises a ConfigError, every rank does, so
-    none waits for a broadcast that never arrives. Collective."""
-    found: Result | None = None
-    problem: list[ConfigError | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            found = work()
-        except ConfigError as error:
-            problem = [error]
-    dist.broadcast_object_list(problem, src=0)
-    if problem[0] is not None:
-        raise problem[0]
-    return found
+    """The result of `work` on rank 0, None elsewhere. Raises rank 0's ConfigError on every rank.
+    Collective."""
+    return on_every_rank(lambda: work() if dist.get_rank() == 0 else None)
 
 
-def on_every_rank(work: Callable[[], None]) -> None:
-    """Runs `work`. When ranks raise a ConfigError, every rank raises that of the lowest. Collective."""
+def on_every_rank(work: Callable[[], Result]) -> Result:
+    """The result of `work`. When ranks raise a ConfigError, every rank raises that of the lowest, so none
+    waits for a collective that the others never start. Collective."""
     problem: ConfigError | None = None
     try:
-        work()
+        result = work()
     except ConfigError as error:
         problem = error
     found: list[ConfigError | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, problem)
+    found[dist.get_rank()] = problem  # itself instead of a copy, which lacks its cause
     if first := next((one for one in found if one is not None), None):
         raise first
+    return result
 
 
 def from_first_rank(

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,20 +33,13 @@ Output = tuple[torch.Tensor, torch.Tensor | None]
 """One or two columns for the requested tokens of a batch, (K, ...) each."""
 
 
-class Collectives(Protocol):
-    """Keeps a rank that ran out of memory in step with the others."""
-
-    def is_due(self) -> bool:
-        """Whether to make the next collective."""
-
-
 @dataclass(frozen=True)
 class Ulysses:
     """This rank in a group that shares the tokens of rows."""
 
     group: dist.ProcessGroup
-    collectives: Collectives | None = None
-    """None: this rank does not catch up with the others if its memory runs out."""
+    is_due: Callable[[], bool] = lambda: True
+    """Whether to make the next collective; a rank that ran out of memory skips those that it made before."""
 
     def compute(
         self, batch: PackedBatch, model: Callable[[PackedBatch], Output], real: PackedBatch | None = None
@@ -77,10 +70,6 @@ class Ulysses:
             cells=batch.cells[mine],
         )
         return Share(self, part, mine, len(batch.targets), len(real.targets))
-
-    def is_due(self) -> bool:
-        """Whether to make the next collective."""
-        return self.collectives is None or self.collectives.is_due()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import nn
 
 from hydraflow.engine.base import EXTRA, HF_MODEL, MODEL, OPTIMIZER
 from hydraflow.engine.fsdp import export
-from hydraflow.engine.hf_files import hf_files_of
+from hydraflow.engine.hf_files import first_rank_copy, hf_files_of
 from hydraflow.engine.optim import shard_of
 from hydraflow.engine.process_group import host_group
 from hydraflow.engine.sharded_checkpoint import (
@@ -50,7 +50,7 @@ def snapshot(
         name: tensor.detach().to("cpu", copy=True)
         for name, tensor in _parts(module, optimizer, step, contents).items()
     }
-    weights = export.full_weights(module) if HF_MODEL in contents else None
+    weights = first_rank_copy(export.stream(module, to=0)) if HF_MODEL in contents else None
     hf_files = hf_files_of(module, model, weights=weights is not None) if dist.get_rank() == 0 else None
     about = facts(
         model,
@@ -70,8 +70,7 @@ def load(
 ) -> int | None:
     """Loads the named `contents` into model and optimizer; returns the schedule's step, None when `extra` is
     not among them."""
-    wanted = _parts(module, optimizer, 0, [MODEL, EXTRA])
-    wanted = {name: tensor for name, tensor in wanted.items() if name.partition(".")[0] in contents}
+    wanted = _parts(module, optimizer, 0, {MODEL, EXTRA}.intersection(contents))
     reader = open_checkpoint(directory, wanted)
     if OPTIMIZER in contents:
         wanted |= _empty_optimizer_state(module, optimizer, reader.index.tensors.keys())
@@ -121,10 +120,9 @@ def _empty_optimizer_state(
 ) -> State:
     """Creates empty optimizer slots for those in the checkpoint, and returns them by name."""
     optimizer.state.clear()
-    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in module.named_parameters():
         slots = [slot for slot in ("step", "exp_avg", "exp_avg_sq") if f"optim.{name}.{slot}" in stored]
-        if not slots or id(parameter) not in trained:
+        if not slots or not parameter.requires_grad:
             continue
         count = torch.zeros((), dtype=torch.float32, device=parameter.device)  # fused AdamW wants it there
         optimizer.state[parameter] = {

@@ -83,7 +83,7 @@ class FSDPEngine(InMicroBatches):
         self._param_offload = Offload(to_host, to_device, device, rests=rests)
         self._collectives = CollectiveCounter(self.module, device, self._groups.replicas)
         sequence = self._groups.sequence
-        self._ulysses = None if sequence is None else Ulysses(sequence, self._collectives)
+        self._ulysses = None if sequence is None else Ulysses(sequence, self._collectives.is_due)
         self._norm: float | None = None
         """Norm of the gradient that `optimizer_step` will apply."""
         self._optimizer = None
@@ -201,8 +201,7 @@ class FSDPEngine(InMicroBatches):
         return values
 
     def save_hf(self, directory: str | Path) -> None:
-        self._param_offload.wake()
-        weights = export.full_weights(self.module)
+        weights = self.weights(to=0)
         save_whole(lambda: self.module, self._model, weights, Path(directory), field=self._field)
 
     def snapshot(self, contents: Collection[str]) -> ShardedSnapshot:

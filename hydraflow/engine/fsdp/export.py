@@ -15,7 +15,6 @@ import torch.distributed as dist
 from hydraflow.engine.fsdp import lora
 from hydraflow.engine.fsdp.build import hf_name
 from hydraflow.engine.fsdp.gather import gathered
-from hydraflow.engine.hf_files import first_rank_copy
 from hydraflow.models import loading
 from hydraflow.models.adapters import SIDES, Form, is_adapter
 from hydraflow.models.heads import PolicyModel, ValueModel
@@ -55,8 +54,3 @@ def _plain_weights(
 
 def _parameters(module: PolicyModel | ValueModel, *, adapters: bool) -> dict[str, torch.Tensor]:
     return {name: weight for name, weight in module.named_parameters() if is_adapter(name) == adapters}
-
-
-def full_weights(module: PolicyModel | ValueModel) -> dict[str, torch.Tensor] | None:
-    """The whole stream; see `first_rank_copy`."""
-    return first_rank_copy(stream(module, to=0))

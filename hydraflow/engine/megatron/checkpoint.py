@@ -10,7 +10,7 @@ format is bound to its sizes and names, and has to be unpickled.) Left out on pu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -21,8 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hydraflow.engine.base import EXTRA, HF_MODEL, MODEL, OPTIMIZER
-from hydraflow.engine.dcp_reader import RoleCheckpointReader
-from hydraflow.engine.hf_files import hf_files_of
+from hydraflow.engine.hf_files import first_rank_copy, hf_files_of
 from hydraflow.engine.megatron import export
 from hydraflow.engine.megatron.build import Built
 from hydraflow.engine.megatron.names import Part
@@ -48,11 +47,12 @@ def snapshot(
     step: int,
     contents: Collection[str],
     *,
-    full_weights: Callable[[], dict[str, torch.Tensor] | None],
+    weights: Iterable[tuple[str, torch.Tensor]],
     head: str,
     field: str,
 ) -> ShardedSnapshot:
-    """Copies the named `contents` to host memory. Collective."""
+    """Copies the named `contents` to host memory. Collective. weights: the engine's stream to rank 0, for
+    HF_MODEL."""
     host_group()  # created here, in step on all ranks; `write` runs in the background
     state, prefix = State(), _prefix(head)
     slots = [WEIGHT] * (MODEL in contents)
@@ -75,7 +75,7 @@ def snapshot(
             state[_key(prefix, part, WEIGHT)] = _sharded(part, buffer.to("cpu", copy=True))
     if EXTRA in contents:
         state[SCHEDULE_STEP] = torch.tensor(step)
-    weights = full_weights() if HF_MODEL in contents else None
+    whole = first_rank_copy(weights) if HF_MODEL in contents else None
     about = facts(
         model,
         contents,
@@ -87,8 +87,8 @@ def snapshot(
     )
     files = None
     if dist.get_rank() == 0:
-        files = hf_files_of(export.empty_model(built, model, head), model, weights=weights is not None)
-    return ShardedSnapshot(state, weights, files, about, field)
+        files = hf_files_of(export.empty_model(built, model, head), model, weights=whole is not None)
+    return ShardedSnapshot(state, whole, files, about, field)
 
 
 @torch.no_grad()
@@ -106,9 +106,7 @@ def load(
 
     wanted = State({SCHEDULE_STEP: torch.tensor(0)} if EXTRA in contents else {})
     wanted |= empty(WEIGHT, [*parts, *buffers]) if MODEL in contents else {}
-    opened: list[RoleCheckpointReader] = []
-    on_every_rank(lambda: opened.append(open_checkpoint(directory, wanted)))
-    (reader,) = opened
+    reader = on_every_rank(lambda: open_checkpoint(directory, wanted))
     has_moments = OPTIMIZER in contents and _key(prefix, parts[0], SLOTS[0]) in reader.index.tensors
     if has_moments:
         wanted |= {_key(prefix, part, STEP): torch.zeros(()) for part in parts}

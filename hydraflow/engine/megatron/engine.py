@@ -38,7 +38,7 @@ from hydraflow.engine.base import (
     model_output,
 )
 from hydraflow.engine.config import MegatronConfig, OptimConfig
-from hydraflow.engine.hf_files import first_rank_copy, save_whole
+from hydraflow.engine.hf_files import save_whole
 from hydraflow.engine.megatron import checkpoint, export, parallel
 from hydraflow.engine.megatron.architecture import section_of
 from hydraflow.engine.megatron.balance import BalancedRows, trained
@@ -258,7 +258,7 @@ class MegatronEngine(InMicroBatches):
 
     def save_hf(self, directory: str | Path) -> None:
         shape = partial(export.empty_model, self._built, self._model, self._head)
-        save_whole(shape, self._model, self._full_weights(), Path(directory), field=self._field)
+        save_whole(shape, self._model, self.weights(to=0), Path(directory), field=self._field)
 
     def snapshot(self, contents: Collection[str]) -> ShardedSnapshot:
         assert self._optimizer is not None, "a frozen model has no state to save"
@@ -270,7 +270,7 @@ class MegatronEngine(InMicroBatches):
                 self._optimizer,
                 self._step,
                 contents,
-                full_weights=self._full_weights,
+                weights=self.weights(to=0),
                 head=self._head,
                 field=self._field,
             )
@@ -487,9 +487,6 @@ class MegatronEngine(InMicroBatches):
         chunk = head_chunk(self._settings.head_chunk_tokens, width, number)
         group = parallel_state.get_tensor_model_parallel_group()
         return VocabularyShare(group, first, real, chunk)
-
-    def _full_weights(self) -> dict[str, torch.Tensor] | None:
-        return first_rank_copy(self.weights(to=0))
 
     def _lr(self) -> float:
         assert self._optim is not None
