@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from hydraflow.batch_plan.parts import divisors
 from hydraflow.engine.config import MegatronConfig
 from hydraflow.errors import ConfigError, Problem
 
@@ -169,12 +170,8 @@ class Architecture:
         if self.mixture is None or not all(self.mixture.layers):
             yield "tensor_model", tensor, self.intermediate, f"{self.intermediate} columns of an MLP"
         own = max(1, self.heads // tensor)
-        yield (
-            "context",
-            settings.context_parallel_size,
-            own,
-            f"{own} attention heads of each tensor-parallel rank",
-        )
+        heads = f"{own} attention heads of each tensor-parallel rank"
+        yield "context", settings.context_parallel_size, own, heads
         if not settings.gives_layers:
             yield "pipeline_model", stages, self.layers, f"{self.layers} layers"
             own = self.layers // stages
@@ -186,20 +183,15 @@ class Architecture:
             yield "expert_model", size, 1, "0 experts"
             return
         yield "expert_model", size, mixture.count, f"{mixture.count} experts"
-        yield (
-            "expert_tensor",
-            settings.expert_tensor_size,
-            mixture.width,
-            f"{mixture.width} columns of an expert",
-        )
+        what = f"{mixture.width} columns of an expert"
+        yield "expert_tensor", settings.expert_tensor_size, mixture.width, what
         if mixture.shared is not None:
             what = f"{mixture.shared} columns of the shared experts"
             yield "tensor_model", settings.tensor_model_parallel_size, mixture.shared, what
 
 
 def _indivisible(key: str, size: int, count: int, what: str) -> Problem:
-    legal = [divisor for divisor in range(1, count + 1) if count % divisor == 0]
-    near = sorted(legal, key=lambda one: abs(one - size))[:2]
+    near = sorted(divisors(count), key=lambda one: abs(one - size))[:2]
     return Problem(
         key, size, f"must divide the {what} of the model", " or ".join(f"{key}={one}" for one in near)
     )

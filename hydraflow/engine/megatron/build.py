@@ -50,16 +50,16 @@ class Built:
         return {
             name: (parameter, self.names.holding(name))
             for chunk in self.chunks
-            for name, parameter in chunk.counted_parameters()
+            for name, parameter in chunk.counted(chunk.named_parameters())
             if copies or not (name == HEAD and self.names.shape.tied)
         }
 
     def buffers(self) -> dict[str, tuple[torch.Tensor, Holding]]:
-        """Buffers by name, each with what this rank holds of it."""
+        """Buffers that are saved (router biases) by name, each with what this rank holds of it."""
         return {
             name: (buffer, self.names.holding(name))
             for chunk in self.chunks
-            for name, buffer in chunk.counted_buffers()
+            for name, buffer in chunk.counted(loading.persistent_buffers(chunk))
         }
 
     def tensors(self, *, copies: bool = False) -> dict[str, tuple[torch.Tensor, Holding]]:

@@ -8,9 +8,9 @@ Transformer Engine's attention and norms.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -38,7 +38,8 @@ from hydraflow.engine.megatron.matrices import Matrices, RMSNorm, matrices
 from hydraflow.engine.megatron.names import LAYERS
 from hydraflow.engine.megatron.packed_line import PackedLine
 from hydraflow.models.attention import attend_line
-from hydraflow.models.loading import persistent_buffers
+
+OneTensor = TypeVar("OneTensor", bound=torch.Tensor)
 
 
 class RowAttention(MegatronModule):
@@ -102,22 +103,14 @@ class Trunk(GPTModel):
     def _postprocess(self, hidden_states: torch.Tensor, **others: Any) -> torch.Tensor:
         return hidden_states
 
-    def counted_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Parameters by name, with layers numbered over the whole model."""
-        for name, parameter in self.named_parameters():
-            yield self._counted(name), parameter
-
-    def counted_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `counted_parameters`, for buffers that are saved: router biases."""
-        for name, buffer in persistent_buffers(self):
-            yield self._counted(name), buffer
-
-    def _counted(self, name: str) -> str:
+    def counted(self, named: Iterable[tuple[str, OneTensor]]) -> Iterator[tuple[str, OneTensor]]:
+        """Its parameters or buffers by name, with layers numbered over the whole model."""
         first = get_transformer_layer_offset(self.config, self.vp_stage, self.pg_collection.pp.rank())
-        if not name.startswith(LAYERS):
-            return name
-        number, rest = name.removeprefix(LAYERS).split(".", 1)
-        return f"{LAYERS}{first + int(number)}.{rest}"
+        for name, tensor in named:
+            if name.startswith(LAYERS):
+                number, rest = name.removeprefix(LAYERS).split(".", 1)
+                name = f"{LAYERS}{first + int(number)}.{rest}"
+            yield name, tensor
 
     def output_weight(self) -> torch.Tensor:
         """(V / TP, hidden) this rank's part of the output matrix, on the last stage."""

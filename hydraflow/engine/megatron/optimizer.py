@@ -34,7 +34,7 @@ class CoreOptimizer:
     def __init__(self, models: list[DistributedDataParallel], optim: OptimConfig, settings: MegatronConfig):
         first, second = optim.betas
         dtype = models[0].config.params_dtype
-        chained = get_megatron_optimizer(
+        self._chain: Any = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
                 lr=optim.lr,
@@ -50,7 +50,6 @@ class CoreOptimizer:
             models,
             use_gloo_process_groups=False,
         )
-        self._chain: Any = chained
         self._dtype = dtype
         self._has_experts = models[0].config.num_moe_experts is not None
         self._clip = optim.clip_grad

@@ -15,7 +15,6 @@ from hydraflow.engine import process_group
 from hydraflow.engine.config import MegatronConfig
 from hydraflow.errors import ConfigError
 from hydraflow.models.probe import probe_rows
-from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 
 LIMITS = {torch.float32: 1e-5}
@@ -35,7 +34,7 @@ def require_repeatable(
     """Raises ConfigError on every rank when two passes over a few rows differ. section: the role's."""
     prompts, responses = probe_rows(vocabulary)
     rows = DataProto.from_dict({"prompts": prompts, "responses": responses})
-    first, second = (_numbers(forward([rows])) for _ in range(2))
+    first, second = (torch.cat([*forward([rows]).flat_columns().values()]).double() for _ in range(2))
     off = torch.nan_to_num((first - second).abs().mean(), nan=float("inf"))
     found = float(process_group.all_reduce(off, "max"))
     if found <= LIMITS.get(dtype, ROUNDED):
@@ -49,8 +48,3 @@ def require_repeatable(
     if settings.moe_router_dtype == "fp32":
         raise ConfigError.one(f"{engine}.moe_router_dtype", "fp32", rule, f"{engine}.moe_router_dtype=fp64")
     raise ConfigError.one(f"{section}.strategy", "megatron", rule, f"{section}.strategy=fsdp2")
-
-
-def _numbers(output: DataProto) -> torch.Tensor:
-    columns = [column for column in dict(output.items()).values() if isinstance(column, torch.Tensor)]
-    return torch.cat([ragged.parts(column)[0].double() for column in columns])
