@@ -42,8 +42,8 @@ def configured(**changes: Any) -> PPOConfig:
         "cluster__device_memory_gib": 80.0,
         "cluster__host_memory_gib": 2048.0,
         "trainer__n_gpus_per_node": 8,
-        f"{POLICY}__rollout__n": 8,
-        f"{POLICY}__rollout__name": "vllm",
+        "rollout__n": 8,
+        "rollout__name": "vllm",
     }
     return plans.configured(**defaults | changes)
 
@@ -90,11 +90,11 @@ def test_on_a_gpu_alone_a_small_model_is_one_unit(
     shape: ModelShape, gpus: int, offloads: bool, one_unit: bool
 ) -> None:
     def peak(least: int | None) -> int:
-        fsdp = f"{POLICY}__actor__fsdp_config"
         config = configured(
             trainer__n_gpus_per_node=gpus,
             cluster__devices_per_node=gpus,
-            **{f"{fsdp}__offload_policy": offloads, f"{fsdp}__wrap_policy__min_num_params": least},
+            actor__fsdp_config__offload_policy=offloads,
+            actor__fsdp_config__wrap_policy__min_num_params=least,
         )
         return report_of(config, shape).roles[0].phases["update"].total
 
@@ -122,7 +122,7 @@ def test_rewards_advantages_and_returns_of_all_rows_are_on_the_first_machine() -
 def test_a_reference_and_a_critic_add_a_number_of_four_bytes_each() -> None:
     sizes = {"data__train_batch_size": 4, "data__max_prompt_length": 100, "data__max_response_length": 512}
     plain = report_of(configured(**sizes)).host.rows
-    reference = {f"{POLICY}__actor__use_kl_loss": True}
+    reference = {"actor__use_kl_loss": True}
     assert report_of(configured(**sizes, **reference)).host.rows == plain + 32 * 4 * 512
     both = configured(**sizes, **reference, algorithm__adv_estimator="gae")
     assert report_of(both).host.rows == plain + 32 * 2 * 4 * 512
@@ -131,9 +131,9 @@ def test_a_reference_and_a_critic_add_a_number_of_four_bytes_each() -> None:
 def test_two_buckets_of_weights_stay_on_the_first_machine_where_the_rollout_is_another_process() -> None:
     """Of 100 MiB; or all weights, in 2 bytes, where buckets are larger; of 16 MiB for an engine that takes
     parts of weights. A single GPU has them itself."""
-    small = {f"{POLICY}__rollout__update_weights_bucket_megabytes": 100}
-    large = {f"{POLICY}__rollout__update_weights_bucket_megabytes": 10**6}
-    native = {f"{POLICY}__rollout__name": "native"}
+    small = {"rollout__update_weights_bucket_megabytes": 100}
+    large = {"rollout__update_weights_bucket_megabytes": 10**6}
+    native = {"rollout__name": "native"}
     alone = {"trainer__n_gpus_per_node": 1, "cluster__devices_per_node": 1}
     assert report_of(configured(**small)).host.slots == 200 * 2**20
     assert report_of(configured(**large)).host.slots == 2 * QWEN_7B.parameters
@@ -146,17 +146,15 @@ def test_two_buckets_of_weights_stay_on_the_first_machine_where_the_rollout_is_a
 
 
 def test_roles_of_one_process_load_one_after_another() -> None:
-    with_reference = report_of(configured(**{f"{POLICY}__actor__use_kl_loss": True}))
+    with_reference = report_of(configured(actor__use_kl_loss=True))
     assert [role.role for role in with_reference.roles] == ["actor", "ref", "rollout"]
     assert with_reference.host.load == report_of(configured()).host.load
 
 
 def test_disaggregated_devices_are_groups_of_their_own() -> None:
-    config = configured(
-        **{f"{POLICY}__actor__device_mapping": "0-5", f"{POLICY}__rollout__device_mapping": "6-7"}
-    )
-    config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size = 192, 96
-    report = report_of(config)
+    sizes = dict(data__train_batch_size=192, actor__ppo_mini_batch_size=96)
+    mappings = dict(actor__device_mapping="0-5", rollout__device_mapping="6-7")
+    report = report_of(configured(**sizes, **mappings))
     assert [(group.devices, group.roles) for group in report.groups] == [
         ("0-5", ("actor",)),
         ("6-7", ("rollout",)),
@@ -166,11 +164,9 @@ def test_disaggregated_devices_are_groups_of_their_own() -> None:
 
 
 def test_overlapping_devices_hold_both_where_they_overlap() -> None:
-    config = configured(
-        **{f"{POLICY}__actor__device_mapping": "0-5", f"{POLICY}__rollout__device_mapping": "4-7"}
-    )
-    config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size = 192, 96
-    report = report_of(config)
+    sizes = dict(data__train_batch_size=192, actor__ppo_mini_batch_size=96)
+    mappings = dict(actor__device_mapping="0-5", rollout__device_mapping="4-7")
+    report = report_of(configured(**sizes, **mappings))
     assert [(group.devices, group.roles) for group in report.groups] == [
         ("0-3", ("actor",)),
         ("4-5", ("actor", "rollout")),
@@ -179,24 +175,19 @@ def test_overlapping_devices_hold_both_where_they_overlap() -> None:
 
 
 def test_offloaded_moments_are_on_the_host() -> None:
-    plain, moved = (
-        report_of(configured()),
-        report_of(configured(**{f"{POLICY}__actor__fsdp_config__optimizer_offload": True})),
-    )
-    assert (
-        moved.groups[0].phases["sample"]
-        == plain.groups[0].phases["sample"] - plain.roles[0].resting.optimizer
-    )
+    plain = report_of(configured())
+    moved = report_of(configured(actor__fsdp_config__optimizer_offload=True))
+    freed = plain.groups[0].phases["sample"] - moved.groups[0].phases["sample"]
+    assert freed == plain.roles[0].resting.optimizer
     assert moved.host.offload == 8 * plain.roles[0].resting.optimizer
 
 
 def test_offloaded_weights_leave_the_device_to_the_other_roles() -> None:
     """Two roles rest while others sample, and one of them while the other works; its own passes need all of
     its weights."""
-    actor, reference = f"{POLICY}__actor__fsdp_config__param_offload", f"{POLICY}__ref__fsdp_config__"
-    kl = {f"{POLICY}__actor__use_kl_loss": True}
-    plain = report_of(configured(**kl))
-    moved = report_of(configured(**kl, **{actor: True, f"{reference}param_offload": True}))
+    rest = dict(actor__fsdp_config__param_offload=True, ref__fsdp_config__param_offload=True)
+    plain = report_of(configured(actor__use_kl_loss=True))
+    moved = report_of(configured(actor__use_kl_loss=True, **rest))
     weights = plain.roles[0].resting.weights
     saved = {name: size - moved.groups[0].phases[name] for name, size in plain.groups[0].phases.items()}
     assert saved == {"sample": 2 * weights, "log_probs": weights, "update": weights, "sync": weights}
@@ -215,44 +206,32 @@ def test_offloading_on_a_cpu_moves_nothing(engine: str, section: str, names: tup
     keys = {
         "cluster__device": "cpu",
         "cluster__device_memory_gib": None,
-        f"{POLICY}__rollout__name": "native",
-        f"{POLICY}__actor__strategy": engine,
+        "rollout__name": "native",
+        "actor__strategy": engine,
     }
     plain = report_of(configured(**keys))
     for key in names:
-        moved = report_of(configured(**keys, **{f"{POLICY}__actor__{section}__{key}": True}))
+        moved = report_of(configured(**keys, **{f"actor__{section}__{key}": True}))
         assert plain.groups == moved.groups
         assert plain.host.offload == moved.host.offload == 0
     assert plain.host.running == 8 * plain.groups[0].peak
 
 
 def test_hybrid_sharding_holds_more() -> None:
-    config = configured(**{f"{POLICY}__actor__fsdp_config__fsdp_size": 4})
+    config = configured(actor__fsdp_config__fsdp_size=4)
     assert report_of(config).roles[0].resting.weights == 4 * -(-QWEN_7B.parameters // 4)
 
 
 def test_accumulation_holds_gradients_unsharded() -> None:
     """Said by a number that users of FSDP do not expect: 28 GiB of gradients on every device."""
-    one = report_of(
-        configured(
-            **{
-                f"{POLICY}__actor__ppo_mini_batch_size": 8,
-                f"{POLICY}__actor__ppo_micro_batch_size_per_gpu": 8,
-            }
-        )
-    )
-    many = report_of(configured(**{f"{POLICY}__actor__ppo_micro_batch_size_per_gpu": 8}))
-    assert (
-        many.roles[0].phases["update"].gradients
-        > 4 * QWEN_7B.parameters
-        > one.roles[0].phases["update"].gradients
-    )
+    one = report_of(configured(actor__ppo_mini_batch_size=8, actor__ppo_micro_batch_size_per_gpu=8))
+    many = report_of(configured(actor__ppo_micro_batch_size_per_gpu=8))
+    whole, sharded = (report.roles[0].phases["update"].gradients for report in (many, one))
+    assert whole > 4 * QWEN_7B.parameters > sharded
 
 
 def test_lora_trains_little() -> None:
-    report = report_of(
-        configured(**{f"{POLICY}__model__lora_rank": 16, f"{POLICY}__actor__use_kl_loss": True})
-    )
+    report = report_of(configured(actor_rollout_ref__model__lora_rank=16, actor__use_kl_loss=True))
     actor = report.roles[0]
     # The reference policy is the actor without its adapters.
     assert [role.role for role in report.roles] == ["actor", "rollout"]
@@ -260,8 +239,8 @@ def test_lora_trains_little() -> None:
 
 
 MEGATRON = {
-    f"{POLICY}__actor__strategy": "megatron",
-    f"{POLICY}__rollout__tensor_model_parallel_size": 4,
+    "actor__strategy": "megatron",
+    "rollout__tensor_model_parallel_size": 4,
     "trainer__nnodes": 64,
     "cluster__nodes": 64,
     "data__train_batch_size": 512,
@@ -269,9 +248,7 @@ MEGATRON = {
 
 
 def megatron(**sizes: Any) -> PPOConfig:
-    return configured(
-        **MEGATRON, **{f"{POLICY}__actor__megatron__{name}": value for name, value in sizes.items()}
-    )
+    return configured(**MEGATRON, **{f"actor__megatron__{name}": value for name, value in sizes.items()})
 
 
 def test_megatron_by_hand() -> None:
@@ -299,8 +276,8 @@ def test_megatron_by_hand() -> None:
 def test_a_slice_of_a_context_parallel_line_may_hold_asked_tokens_only() -> None:
     """Four ranks share lines of 1,279 tokens, of which 256 are asked for: all of them may be one rank's."""
     rows = {"data__max_prompt_length": 1024, "data__max_response_length": 256}
-    rows[f"{POLICY}__actor__ppo_micro_batch_size_per_gpu"] = 1
-    size = f"{POLICY}__actor__megatron__context_parallel_size"
+    rows["actor__ppo_micro_batch_size_per_gpu"] = 1
+    size = "actor__megatron__context_parallel_size"
     whole, shared = (
         report_of(configured(**MEGATRON, **rows, **{size: ways})).roles[0].phases["update"] for ways in (1, 4)
     )
@@ -369,10 +346,8 @@ def test_megatron_offload() -> None:
 
 
 def test_a_hundred_thousand_devices_take_no_longer() -> None:
-    config = configured(
-        **{"trainer__nnodes": 12500, "cluster__nodes": 12500, "data__train_batch_size": 100_000}
-    )
-    config.actor_rollout_ref.actor.ppo_mini_batch_size = 100_000
+    prompts = dict(data__train_batch_size=100_000, actor__ppo_mini_batch_size=100_000)
+    config = configured(trainer__nnodes=12500, cluster__nodes=12500, **prompts)
     plan, limits = resolve_plan(config, prompts=10_000_000), limits_of(config)
     began = time.process_time()
     report = estimate(plan, config, QWEN_7B, limits=limits)
@@ -385,13 +360,7 @@ def test_a_hundred_thousand_devices_take_no_longer() -> None:
 
 def test_advice_makes_it_fit() -> None:
     """Every override is applied to the configuration and the whole run planned again."""
-    config = configured(
-        **{
-            f"{POLICY}__rollout__name": "native",
-            "data__max_response_length": 8192,
-            f"{POLICY}__actor__use_kl_loss": True,
-        }
-    )
+    config = configured(rollout__name="native", data__max_response_length=8192, actor__use_kl_loss=True)
     report = report_of(config)
     assert report.fits is False and report.advice
     peak = report.groups[0].peak
@@ -452,15 +421,13 @@ def test_advice_keeps_its_word(
 ) -> None:
     """Each change saves what it says, on top of the ones before, in a plan that is resolved again."""
     config = configured(
-        **{
-            "cluster__device_memory_gib": memory,
-            "data__max_response_length": response,
-            f"{POLICY}__actor__ppo_micro_batch_size_per_gpu": micro,
-            f"{POLICY}__model__enable_gradient_checkpointing": checkpointing,
-            f"{POLICY}__actor__use_kl_loss": reference,
-            f"{POLICY}__rollout__name": engine,
-            f"{POLICY}__actor__fsdp_config__ulysses_sequence_parallel_size": ways,
-        }
+        cluster__device_memory_gib=memory,
+        data__max_response_length=response,
+        actor__ppo_micro_batch_size_per_gpu=micro,
+        actor_rollout_ref__model__enable_gradient_checkpointing=checkpointing,
+        actor__use_kl_loss=reference,
+        rollout__name=engine,
+        actor__fsdp_config__ulysses_sequence_parallel_size=ways,
     )
     report = report_of(config)
     assert bool(report.advice) <= (report.fits is False)
@@ -475,14 +442,11 @@ def test_advice_keeps_its_word(
 
 def test_a_token_budget_that_is_advised_counts_tokens_of_a_device() -> None:
     """Two devices share each row: half of 16,384 is 8,192, though a data rank has twice as many."""
-    actor = f"{POLICY}__actor"
     config = configured(
         cluster__device_memory_gib=24,
-        **{
-            f"{actor}__use_dynamic_bsz": True,
-            f"{actor}__ppo_max_token_len_per_gpu": 16_384,
-            f"{actor}__fsdp_config__ulysses_sequence_parallel_size": 2,
-        },
+        actor__use_dynamic_bsz=True,
+        actor__ppo_max_token_len_per_gpu=16_384,
+        actor__fsdp_config__ulysses_sequence_parallel_size=2,
     )
     key = f"{POLICY}.actor.ppo_max_token_len_per_gpu="
     advised = [one.override for one in report_of(config).advice if one.override.startswith(key)]
@@ -490,7 +454,7 @@ def test_a_token_budget_that_is_advised_counts_tokens_of_a_device() -> None:
 
 
 def test_micro_batches_that_set_the_optimizer_step_are_not_advised() -> None:
-    tight = {"cluster__device_memory_gib": 16, f"{POLICY}__actor__ppo_micro_batch_size_per_gpu": 8}
+    tight = dict(cluster__device_memory_gib=16, actor__ppo_micro_batch_size_per_gpu=8)
     key = f"{POLICY}.actor.ppo_micro_batch_size_per_gpu"
     assert any(one.override.startswith(key) for one in report_of(configured(**tight)).advice)
     found = report_of(configured(**tight, batch__gradient_accumulation_steps=4)).advice
@@ -499,10 +463,8 @@ def test_micro_batches_that_set_the_optimizer_step_are_not_advised() -> None:
 
 def test_a_share_without_room_for_a_row_does_not_fit() -> None:
     """The engine refuses to start without a key-value cache."""
-    share = f"{POLICY}__rollout__gpu_memory_utilization"
-    vllm = {f"{POLICY}__rollout__name": "vllm", "cluster__device_memory_gib": 80}
-    assert report_of(configured(**vllm, **{share: 0.5})).fits
-    report = report_of(configured(**vllm, **{share: 0.1}))
+    assert report_of(configured(rollout__gpu_memory_utilization=0.5)).fits
+    report = report_of(configured(rollout__gpu_memory_utilization=0.1))
     assert not report.fits and report.groups[0].peak_phase == "sample"
 
 
