@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from engine.pool import Ranks
+from engine.pool import Ranks, started
+
+import hydraflow.engine.megatron  # noqa: F401  lets Megatron-Core run without CUDA, before any test imports it
+
+if TYPE_CHECKING:
+    from engine.megatron_ways import Oracle
+
+TESTS = Path(__file__).parent.glob("test_*.py")
+collect_ignore = [] if find_spec("megatron") else [path for path in TESTS if "megatron" in path.read_text()]
+"""Megatron-Core may not be there."""
 
 
 @pytest.fixture(autouse=True)
@@ -16,16 +27,14 @@ def always_one_rank(one_rank: None) -> None: ...
 @pytest.fixture(scope="module")
 def pools(request: pytest.FixtureRequest) -> Iterator[dict[int, Ranks]]:
     """Groups of ranks by their number: of the module's `GROUP_SIZES`, by default one, two and four ranks."""
-    from engine.megatron_models import started
-
     with started(getattr(request.module, "GROUP_SIZES", (1, 2, 4))) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def ranks(pools: dict[int, Ranks]) -> Ranks:
-    """Two ranks."""
-    return pools[2]
+def ranks(request: pytest.FixtureRequest, pools: dict[int, Ranks]) -> Ranks:
+    """The module's number of `RANKS`, by default two."""
+    return pools[getattr(request.module, "RANKS", 2)]
 
 
 @pytest.fixture(scope="module")
@@ -37,3 +46,10 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     for name, config in getattr(request.module, "FAMILIES", FAMILIES).items():
         save_model(config, folder / name)
     return folder
+
+
+@pytest.fixture(scope="module")
+def oracle(models: Path) -> Oracle:
+    from engine.megatron_ways import Oracle
+
+    return Oracle(models)

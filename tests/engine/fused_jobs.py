@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from engine import megatron_moe_jobs
+from engine import megatron_jobs
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -41,4 +41,4 @@ def numbers(path: str, options: Mapping[str, Any], *, fused: bool) -> dict[str, 
     """Of a model with norms that are layers, or parts of the matrices behind them."""
     NormedColumn.made = 0
     with patch.object(matrices, "LOCAL", FUSED if fused else matrices.LOCAL):
-        return {**megatron_moe_jobs.numbers(path, options, 2), "normed": NormedColumn.made}
+        return {**megatron_jobs.numbers(path, options, "usual", 2), "normed": NormedColumn.made}

@@ -3,9 +3,7 @@ import it. Jobs get the options of `rank_jobs.make_engine`; with `megatron` amon
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,14 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from engine import megatron_apart, rank_jobs
-from engine.ulysses_jobs import make_rows
+from engine.ulysses_jobs import observed
 from megatron.core import parallel_state
 
 from hydraflow.engine.config import MegatronConfig, OptimConfig
 from hydraflow.engine.megatron import export, parallel
 from hydraflow.engine.megatron.engine import MegatronEngine
 from hydraflow.engine.megatron.head import VocabularyParallelHead, VocabularyShare
-from hydraflow.engine.megatron.names import vocabulary_share
+from hydraflow.engine.megatron.names import Part, vocabulary_share
 from hydraflow.engine.megatron.optimizer import SLOTS, WEIGHT, is_expert, sharers
 from hydraflow.errors import ConfigError
 from hydraflow.models.ask import Ask
@@ -32,19 +30,10 @@ TEMPERATURE = 0.8
 OPTIM = {"lr": 1e-2, "clip_grad": 0.5, "weight_decay": 0.1, "eps": 1e-3}
 """Clips; epsilon is large, because AdamW otherwise divides rounding errors by gradients next to 0."""
 Sizes = tuple[int | None, ...]
+Pieces = list[tuple[Part, torch.Tensor]]
+"""A rank's parts of Hugging Face tensors, and their values."""
 _groups: dict[Sizes, dict[str, Any]] = {}
 _sizes: Sizes | None = None
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A rank's part of a Hugging Face tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    dim: int | None
-    start: int
-    value: torch.Tensor
 
 
 def make_engine(path: str, options: Mapping[str, Any]) -> Any:
@@ -89,28 +78,23 @@ def restart(settings: MegatronConfig) -> None:
 # --- whole tensors from all ranks' parts
 
 
-def pieces(engine: MegatronEngine, of: Callable[[torch.nn.Parameter], torch.Tensor]) -> list[Piece]:
-    """Parts of Hugging Face tensors; `of` gives each parameter's values. Of a tied embedding both copies."""
+def pieces(engine: MegatronEngine, of: Callable[[torch.nn.Parameter], torch.Tensor]) -> Pieces:
+    """Of everything; `of` gives each parameter's values. Of a tied embedding both copies."""
     return [
-        Piece(part.name, part.shape, part.dim, part.start, value.detach().clone())
+        (part, value.detach().clone())
         for parameter, holding in engine._built.holdings(copies=True).values()
         for part, value in zip(holding.parts, holding.cut(of(parameter)), strict=True)
     ]
 
 
-def assembled(found: Sequence[Sequence[Piece]]) -> dict[str, torch.Tensor]:
+def assembled(found: Sequence[Pieces]) -> dict[str, torch.Tensor]:
     """Whole tensors. What several ranks have must be the same on all, and every number must be on one."""
     whole: dict[str, torch.Tensor] = {}
-    for piece in (piece for of_rank in found for piece in of_rank):
-        tensor = whole.setdefault(piece.name, piece.value.new_full(piece.shape, torch.nan))
-        place = (
-            tensor
-            if piece.dim is None
-            else tensor.narrow(piece.dim, piece.start, piece.value.shape[piece.dim])
-        )
+    for part, value in (piece for of_rank in found for piece in of_rank):
+        place = part.of(whole.setdefault(part.name, value.new_full(part.shape, torch.nan)))
         known = ~place.isnan()
-        assert torch.equal(place[known], piece.value[known]), f"copies of {piece.name} differ"
-        place.copy_(piece.value)
+        assert torch.equal(place[known], value[known]), f"copies of {part.name} differ"
+        place.copy_(value)
     assert not [name for name, tensor in whole.items() if bool(tensor.isnan().any())]
     return whole
 
@@ -142,12 +126,14 @@ def _own_range(engine: MegatronEngine, parameter: Any) -> torch.Tensor:
     return full
 
 
-def gradients(engine: MegatronEngine) -> list[Piece]:
-    """This rank's parts of the gradient."""
+def gradients(engine: Any) -> Any:
+    """This rank's parts of the gradient; of the FSDP engine whole tensors by name."""
+    if not isinstance(engine, MegatronEngine):
+        return rank_jobs.gradients(engine)
     return pieces(engine, whole_gradients(engine).__getitem__)
 
 
-def state(engine: Any) -> dict[str, list[Piece]]:
+def state(engine: Any) -> dict[str, Pieces]:
     """This rank's parts of weights and moments by slot, as the optimizer has them; no moments before the
     first step. Collective over data ranks."""
     optimizer = engine._optimizer
@@ -161,36 +147,25 @@ def state(engine: Any) -> dict[str, list[Piece]]:
 
 
 def numbers(path: str, options: Mapping[str, Any], kind: str, micro_batches: int) -> dict[str, Any]:
-    """What the engine says of this rank's rows, metrics of their loss, its gradient, and two steps."""
+    """What `observed` finds, the engine's gradient, and two steps."""
     engine = make_engine(path, options)
-    share = rank_jobs.my_share(make_rows(kind), engine)
-    parts = share.chunk(micro_batches)
-    ask = Ask(TEMPERATURE, entropy=options.get("head", "policy") == "policy")
-    columns = dict(engine.forward(parts, ask).items())
-    if ask.entropy:
-        columns["greedy_match"] = engine.forward([share], Ask(TEMPERATURE, greedy_match=True)).get(
-            "greedy_match"
-        )
-    found: dict[str, Any] = {"said": {name: ragged.parts(column)[0] for name, column in columns.items()}}
-    main = "log_probs" if ask.entropy else "values"
-    found["on_all_stages"] = engine.on_all_stages(found["said"][main])
-    found["reported"] = engine.forward_backward(parts, rank_jobs.loss_of, ask)
-    is_core = isinstance(engine, MegatronEngine)
-    found["gradient"] = gradients(engine) if is_core else rank_jobs.gradients(engine)
+    head = options.get("head", "policy")
+    found, learn = observed(engine, kind, micro_batches, head=head)
+    found["gradient"] = gradients(engine)
+    found["on_all_stages"] = engine.on_all_stages(
+        found["said"]["log_probs" if head == "policy" else "values"]
+    )
     found["steps"] = [engine.optimizer_step()]
     engine.lr_step()
-    engine.forward_backward(parts, rank_jobs.loss_of, ask)
+    learn()
     found["steps"].append(engine.optimizer_step())
     found["weights"] = rank_jobs.full_weights(engine)
-    found["place"] = tuple(engine.coordinates())
-    rows = torch.tensor([float(len(share))])
-    found["counted"] = [float(engine.reduce(rows, how)) for how in ("sum", "max")]
     return found
 
 
 def cut_gradients(
     path: str, options: Mapping[str, Any], batch: DataProto, cuts: Sequence[tuple[Sequence[int], int]]
-) -> list[list[Piece]]:
+) -> list[Pieces]:
     """The gradient with the rows in each order and that many of them in a micro-batch."""
     engine = make_engine(path, options)
     found = []
@@ -198,29 +173,8 @@ def cut_gradients(
         share = rank_jobs.my_share(batch.select_idxs(order), engine)
         engine.forward_backward(share.split(rows), rank_jobs.loss_of, Ask(TEMPERATURE, entropy=True))
         found.append(gradients(engine))
-        for chunk in engine._ddp:
-            chunk.zero_grad_buffer()
-        engine._optimizer.zero_grad()
+        engine._drop_gradient()
     return found
-
-
-def break_one_rank(path: str, options: Mapping[str, Any]) -> tuple[dict[str, float], bool, dict[str, float]]:
-    """An infinite loss on the last rank only: what is reported to each rank, whether its weights moved, and
-    what it reports of a sound step after that."""
-    engine = make_engine(path, options)
-    before = rank_jobs.full_weights(engine)
-
-    def broken(*args: Any) -> Any:
-        loss, reported = rank_jobs.loss_of(*args)
-        return (loss * float("inf") if dist.get_rank() == dist.get_world_size() - 1 else loss), reported
-
-    share = rank_jobs.my_share(rank_jobs.make_batch(), engine)
-    engine.forward_backward([share], broken)
-    reported = engine.optimizer_step()
-    after = rank_jobs.full_weights(engine)
-    engine.forward_backward([share], rank_jobs.loss_of)
-    moved = any(not torch.equal(before[name], after[name]) for name in before)
-    return reported, moved, engine.optimizer_step()
 
 
 # --- weights
@@ -228,11 +182,11 @@ def break_one_rank(path: str, options: Mapping[str, Any]) -> tuple[dict[str, flo
 
 def weights_to(
     path: str, options: Mapping[str, Any], ranks: Sequence[int | None] = (None,)
-) -> list[list[tuple[str, torch.Tensor]]]:
+) -> list[dict[str, torch.Tensor]]:
     """Those of one engine, sent to each rank, or to all, one after the other; in the order in which they
     come."""
     engine = make_engine(path, options)
-    return [[(name, tensor.clone()) for name, tensor in engine.weights(to=rank)] for rank in ranks]
+    return [{name: tensor.clone() for name, tensor in engine.weights(to=rank)} for rank in ranks]
 
 
 def save_hf(path: str, options: Mapping[str, Any], directory: str) -> int:
@@ -270,41 +224,18 @@ def everything(engine: Any) -> dict[str, Any]:
     return found | {"state": state(engine), "steps": steps}
 
 
-def write_checkpoint(
-    path: str, options: Mapping[str, Any], directory: str, steps: int, contents: Sequence[str]
-) -> dict[str, Any]:
-    """Some steps, a snapshot that is written by another thread while two more are taken; what the snapshot
-    must hold."""
-    engine = make_engine(path, options)
-    for step in range(steps):
-        rank_jobs.step_once(engine, step)
-    held = everything(engine)
-    snapshot = engine.snapshot(contents)
-    files: list[Path] = []
-    thread = threading.Thread(target=lambda: files.extend(snapshot.write(Path(directory))))
-    thread.start()
-    went_on = go_on(engine, steps)
-    thread.join()
-    names = [str(path.relative_to(directory)) for path in files]
-    return held | {"next": went_on, "files": names, "bytes": engine.stored_bytes(contents)}
+def state_of(found: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Whole moments by Hugging Face name and slot, of what `everything` found on all ranks."""
+    if "moments" in found[0]:
+        moments = {name.partition(".")[2]: value for name, value in found[0]["moments"].items()}
+        return {name: value for name, value in moments.items() if not name.endswith(".step")}
+    slots = [slot for slot in found[0]["state"] if slot != WEIGHT]
+    whole = {slot: assembled([rank["state"][slot] for rank in found]) for slot in slots}
+    return {f"{name}.{slot}": value for slot in slots for name, value in whole[slot].items()}
 
 
-def read_checkpoint(
-    path: str,
-    options: Mapping[str, Any],
-    directory: str,
-    steps: int,
-    contents: Sequence[str],
-    trained: int = 0,
-    continues: bool = True,
-) -> dict[str, Any]:
-    """What an engine holds after reading, and after two more steps if it goes on. trained: steps before it
-    reads."""
-    engine = make_engine(path, options)
-    for step in range(trained):
-        rank_jobs.step_once(engine, 50 + step)
-    engine.load(directory, contents)
-    return everything(engine) | ({"next": go_on(engine, steps)} if continues else {})
+write_checkpoint = partial(rank_jobs.write_checkpoint, make=make_engine, look=everything)
+read_checkpoint = partial(rank_jobs.read_checkpoint, make=make_engine, look=everything)
 
 
 def pass_on(path: str, options: Mapping[str, Any], source: str, target: str) -> dict[str, Any]:
@@ -313,12 +244,6 @@ def pass_on(path: str, options: Mapping[str, Any], source: str, target: str) -> 
     engine.load(source, rank_jobs.CONTENTS)
     engine.snapshot(rank_jobs.CONTENTS).write(Path(target))
     return everything(engine)
-
-
-def go_on(engine: Any, steps: int) -> dict[str, torch.Tensor]:
-    for step in (steps, steps + 1):
-        rank_jobs.step_once(engine, step)
-    return rank_jobs.full_weights(engine)
 
 
 def load_refusal(path: str, options: Mapping[str, Any], directory: str) -> str:
@@ -345,11 +270,7 @@ def save_both(path: str, options: Mapping[str, Any], directory: str) -> None:
 def rest(path: str, options: Mapping[str, Any], directory: str) -> dict[str, Any]:
     """What an engine returns, gets and becomes that may rest; what is on the device meanwhile."""
     engine = make_engine(path, options)
-    found = megatron_apart.train(engine, Path(directory))
-    return {
-        **found,
-        "state": [(piece.name, piece.value) for slot in state(engine).values() for piece in slot],
-    }
+    return megatron_apart.train(engine, Path(directory)) | {"state": state(engine)}
 
 
 def rest_held(path: str, options: Mapping[str, Any]) -> dict[str, tuple[int, int, int]]:

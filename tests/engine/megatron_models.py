@@ -3,8 +3,6 @@ float64, one row at a time, without packing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ import torch
 import transformers
 from engine import rank_jobs
 from engine.megatron_jobs import TEMPERATURE
-from engine.pool import Ranks
 from engine.ulysses_jobs import make_rows
 from safetensors.torch import load_file, save_file
 
@@ -74,15 +71,12 @@ def sizes(tensor: int = 1, stages: int = 1, **others: Any) -> dict[str, Any]:
     return {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": stages, **others}
 
 
-@contextmanager
-def started(sizes: Sequence[int]) -> Iterator[dict[int, Ranks]]:
-    """That many ranks each, which are ended without leaving their groups: of many layouts, that takes
-    seconds."""
-    made = {size: Ranks(size) for size in sizes}
-    yield made
-    for process in (process for pool in made.values() for process in pool.processes):
-        process.terminate()
-        process.join(20)
+def of_mixtures(
+    tensor: int = 1, stages: int = 1, experts: int = 1, slices: int | None = None, **others: Any
+) -> dict[str, Any]:
+    """As `sizes`, with ranks that share experts, or the rows and columns of each."""
+    shared = {"expert_model_parallel_size": experts, "expert_tensor_parallel_size": slices}
+    return sizes(tensor, stages, **shared, **others)
 
 
 def save_families(folder: Path) -> Path:

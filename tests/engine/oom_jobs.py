@@ -119,6 +119,22 @@ class Case:
     at: int
 
 
+def cases_of_two_ranks(places: Sequence[str]) -> list[Case]:
+    """Every place in the first and in the last pass, on one rank, the other, or both."""
+    return [
+        Case(place, ((0,), (1,), (0, 1))[(number + at) % 3], at)
+        for number, place in enumerate(places)
+        for at in (0, 2)
+    ]
+
+
+def cases_of_four_ranks() -> list[Case]:
+    """Every place in the first or the last pass: on one rank, on two that share a copy or rows, on two that
+    do not."""
+    short = ((0,), (3,), (2, 3), (1, 2))
+    return [Case(place, short[number % len(short)], 2 * (number % 2)) for number, place in enumerate(PLACES)]
+
+
 def disturbed(path: str, options: Mapping[str, Any], cases: Sequence[Case]) -> list[str]:
     """For each case what is wrong: a call with two rows in a pass is interrupted, and the one with three in a
     pass that comes after it must be as if nothing had happened before. All cases with one engine."""

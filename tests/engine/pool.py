@@ -6,7 +6,8 @@ from __future__ import annotations
 import gc
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -105,3 +106,14 @@ class Ranks:
         for pipe, process in zip(self.pipes, self.processes, strict=True):
             pipe.send(None)
             process.join(20)
+
+
+@contextmanager
+def started(sizes: Sequence[int]) -> Iterator[dict[int, Ranks]]:
+    """That many ranks each, which are ended without leaving their groups: of many layouts, that takes
+    seconds."""
+    made = {size: Ranks(size) for size in sizes}
+    yield made
+    for process in (process for pool in made.values() for process in pool.processes):
+        process.terminate()
+        process.join(20)

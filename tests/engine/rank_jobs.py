@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from hydraflow.engine.config import FSDPConfig, OptimConfig, WrapPolicyConfig
 from hydraflow.engine.fsdp import oom_recovery
 from hydraflow.engine.fsdp.engine import FSDPEngine
 from hydraflow.engine.fsdp.gather import gathered
+from hydraflow.errors import ConfigError
 from hydraflow.metrics import Metric
 from hydraflow.models.adapters import Form
 from hydraflow.models.ask import Ask
@@ -85,6 +87,14 @@ def make_batch(step: int = 0, rows: int = ROWS) -> DataProto:
             **{name: ragged.from_parts(values, sizes) for name, values in columns.items()},
         }
     )
+
+
+def untrained(rows: DataProto, chosen: slice) -> DataProto:
+    """The rows, of which the chosen ones have no trained token."""
+    masks = [mask.clone() for mask in ragged.rows(rows.get("response_mask"))]
+    for mask in masks[chosen]:
+        mask.zero_()
+    return rows.with_columns({"response_mask": ragged.from_rows(masks)})
 
 
 def loss_of(
@@ -253,52 +263,54 @@ def held_bytes(path: str, options: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-def break_one_rank(path: str, options: Mapping[str, Any] | None = None) -> tuple[dict[str, float], bool]:
-    """An infinite loss on rank 1 only: what is reported to each rank, and whether its weights moved."""
-    engine = make_engine(path, options)
+def break_one_rank(
+    path: str, options: Mapping[str, Any] | None = None, make: Callable[..., Any] = make_engine
+) -> tuple[dict[str, float], bool, dict[str, float]]:
+    """An infinite loss on the last rank only: what is reported to each rank, whether its weights moved, and
+    what it reports of a sound step after that. make: makes the engine."""
+    engine = make(path, options)
     before = full_weights(engine)
 
-    def broken(
-        output: ModelOutput, columns: Mapping[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, dict[str, Metric]]:
-        loss, reported = loss_of(output, columns)
-        return (loss * float("inf") if dist.get_rank() == 1 else loss), reported
+    def broken(*args: Any) -> Any:
+        loss, reported = loss_of(*args)
+        return (loss * float("inf") if dist.get_rank() == dist.get_world_size() - 1 else loss), reported
 
-    engine.forward_backward([my_share(make_batch(), engine)], broken)
+    share = my_share(make_batch(), engine)
+    engine.forward_backward([share], broken)
     reported = engine.optimizer_step()
     after = full_weights(engine)
-    return reported, any(not torch.equal(before[name], after[name]) for name in before)
+    engine.forward_backward([share], loss_of)
+    moved = any(not torch.equal(before[name], after[name]) for name in before)
+    return reported, moved, engine.optimizer_step()
 
 
-def save_both(path: str, options: Mapping[str, Any], directory: str) -> dict[str, torch.Tensor]:
+def save_both(path: str, options: Mapping[str, Any], directory: str) -> dict[str, Any]:
     """Two steps, then a Hugging Face directory and a sharded one, then one more step."""
     engine = make_engine(path, options)
     for step in range(2):
-        engine.forward_backward([my_share(make_batch(step), engine)], loss_of)
-        engine.optimizer_step()
-        engine.lr_step()
+        step_once(engine, step)
     engine.save_hf(directory + "/hf")
     engine.snapshot(CONTENTS).write(Path(directory) / "state")
-    saved = full_weights(engine)
-    engine.forward_backward([my_share(make_batch(2), engine)], loss_of)
-    engine.optimizer_step()
-    return {"saved": saved, "next": full_weights(engine), "lr": engine._lr()}
+    return third_step(engine)
 
 
-def resume(path: str, options: Mapping[str, Any], directory: str) -> dict[str, torch.Tensor]:
+def resume(path: str, options: Mapping[str, Any], directory: str) -> dict[str, Any]:
     engine = make_engine(path, options)
     engine.load(directory + "/state", CONTENTS)
+    return third_step(engine)
+
+
+def third_step(engine: FSDPEngine) -> dict[str, Any]:
+    """Weights before and after it."""
     saved = full_weights(engine)
-    engine.forward_backward([my_share(make_batch(2), engine)], loss_of)
-    engine.optimizer_step()
+    step_once(engine, 2)
     return {"saved": saved, "next": full_weights(engine), "lr": engine._lr()}
 
 
-def missing_weights(path: str) -> str:
-    from hydraflow.errors import ConfigError
-
+def refusal(path: str, options: Mapping[str, Any] | None = None) -> str:
+    """What a rank raises that cannot have this model."""
     try:
-        make_engine(path)
+        make_engine(path, options)
     except ConfigError as error:
         return str(error)
     return ""
@@ -333,38 +345,55 @@ def everything(engine: FSDPEngine) -> dict[str, Any]:
     return {"weights": full_weights(engine), "moments": moments(engine), "lr": engine._lr()}
 
 
-def write_checkpoint(path: str, options: Mapping[str, Any], directory: str, steps: int = 2) -> dict[str, Any]:
-    """Some steps, a snapshot that is written by another thread while one more step is taken; what the
-    snapshot must hold."""
-    import threading
-
-    engine = make_engine(path, options)
+def write_checkpoint(
+    path: str,
+    options: Mapping[str, Any],
+    directory: str,
+    steps: int = 2,
+    contents: Sequence[str] = CONTENTS,
+    make: Callable[..., Any] = make_engine,
+    look: Callable[[Any], dict[str, Any]] = everything,
+) -> dict[str, Any]:
+    """Some steps, a snapshot that is written by another thread while two more are taken; what the snapshot
+    must hold. make: makes the engine; look: what it holds."""
+    engine = make(path, options)
     for step in range(steps):
         step_once(engine, step)
-    held = everything(engine)
-    snapshot = engine.snapshot(CONTENTS)
+    held = look(engine)
+    snapshot = engine.snapshot(contents)
     files: list[Path] = []
     thread = threading.Thread(target=lambda: files.extend(snapshot.write(Path(directory))))
     thread.start()
-    step_once(engine, steps)
+    went_on = go_on(engine, steps)
     thread.join()
-    return held | {
-        "files": [str(path.relative_to(directory)) for path in files],
-        "bytes": engine.stored_bytes(CONTENTS),
-    }
+    names = [str(path.relative_to(directory)) for path in files]
+    return held | {"next": went_on, "files": names, "bytes": engine.stored_bytes(contents)}
 
 
 def read_checkpoint(
-    path: str, options: Mapping[str, Any], directory: str, contents: list[str], continues: bool = False
+    path: str,
+    options: Mapping[str, Any],
+    directory: str,
+    steps: int = 2,
+    contents: Sequence[str] = CONTENTS,
+    trained: int = 0,
+    continues: bool = True,
+    make: Callable[..., Any] = make_engine,
+    look: Callable[[Any], dict[str, Any]] = everything,
 ) -> dict[str, Any]:
-    """What an engine holds after reading, and after one more step if it goes on."""
-    engine = make_engine(path, options)
+    """What an engine holds after reading, and after two more steps if it goes on. trained: steps before it
+    reads."""
+    engine = make(path, options)
+    for step in range(trained):
+        step_once(engine, 50 + step)
     engine.load(directory, contents)
-    held = everything(engine)
-    if not continues:
-        return held
-    step_once(engine, 2)
-    return held | {"next": full_weights(engine)}
+    return look(engine) | ({"next": go_on(engine, steps)} if continues else {})
+
+
+def go_on(engine: Any, steps: int) -> dict[str, torch.Tensor]:
+    for step in (steps, steps + 1):
+        step_once(engine, step)
+    return full_weights(engine)
 
 
 def write_on_a_full_disk(path: str, directory: str) -> str:

@@ -11,21 +11,15 @@ import torch
 import torch.nn.functional as F
 import transformers
 from engine import rank_jobs
-from engine.megatron_jobs import TEMPERATURE, make_engine
-from engine.megatron_moe_jobs import gradients
+from engine.megatron_jobs import TEMPERATURE, gradients, make_engine
 from engine.oom_jobs import Trouble, caught
 from engine.ulysses_jobs import make_rows
 
 from hydraflow.engine.base import ModelOutput, columns_of
-from hydraflow.engine.megatron.engine import MegatronEngine
 from hydraflow.models.ask import Ask
+from hydraflow.models.packing import read_tokens
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
-
-
-def read_tokens(rows: DataProto) -> torch.Tensor:
-    """(B,) tokens that the model reads: all but the last of each response."""
-    return ragged.lengths(rows.get("prompts")) + ragged.lengths(rows.get("responses")) - 1
 
 
 def routed(rows: DataProto, layers: int, experts: int, chosen: int) -> DataProto:
@@ -33,15 +27,7 @@ def routed(rows: DataProto, layers: int, experts: int, chosen: int) -> DataProto
     sizes = read_tokens(rows)
     draw = torch.Generator().manual_seed(7)
     drawn = torch.rand(int(sizes.sum()), layers, experts, generator=draw).topk(chosen).indices
-    return with_routes(rows, ragged.from_parts(drawn.to(torch.uint8), sizes))
-
-
-def with_routes(rows: DataProto, routes: torch.Tensor) -> DataProto:
-    return DataProto.from_dict(dict(rows.items()) | {"routed_experts": routes})
-
-
-def plain_rows(kind: str) -> DataProto:
-    return make_rows(kind)
+    return rows.with_columns({"routed_experts": ragged.from_parts(drawn.to(torch.uint8), sizes)})
 
 
 def recorded(path: str, options: Mapping[str, Any], rows: DataProto, size: int) -> tuple[Any, ...] | None:
@@ -70,12 +56,10 @@ def replayed(
         trouble.leave()
     said = {name: ragged.parts(column)[0] for name, column in engine.forward(parts, ask).items()}
     reported = engine.forward_backward(parts, rank_jobs.loss_of, ask)
-    is_core = isinstance(engine, MegatronEngine)
-    gradient = gradients(engine) if is_core else rank_jobs.gradients(engine)
     return {
         "said": said,
         "reported": reported,
-        "gradient": gradient,
+        "gradient": gradients(engine),
         "collect": engine.coordinates().is_collect,
     }
 
@@ -86,15 +70,12 @@ def with_and_without(path: str, options: Mapping[str, Any], kind: str, size: int
     rows = rank_jobs.my_share(make_rows(kind), engine)
     ask, found = Ask(TEMPERATURE, entropy=True), []
     routes = engine.forward(rows.split(size), Ask(TEMPERATURE, routes=True)).get("routed_experts")
-    for some in (rows, with_routes(rows, routes)):
+    for some in (rows, rows.with_columns({"routed_experts": routes})):
         parts = some.split(size)
         said = {name: ragged.parts(column)[0] for name, column in engine.forward(parts, ask).items()}
         reported = engine.forward_backward(parts, rank_jobs.loss_of, ask)
-        gradient = gradients(engine)
-        found.append({"said": said, "reported": reported, "gradient": gradient})
-        for chunk in engine._ddp:
-            chunk.zero_grad_buffer()
-        engine._optimizer.zero_grad()
+        found.append({"said": said, "reported": reported, "gradient": gradients(engine)})
+        engine._drop_gradient()
     return found
 
 

@@ -16,7 +16,6 @@ from hydraflow import metrics
 from hydraflow.algorithms.distillation.config import DistillationLossConfig
 from hydraflow.algorithms.distillation.terms import Distillation
 from hydraflow.engine.base import StepOptions
-from hydraflow.engine.megatron.engine import MegatronEngine
 from hydraflow.models.ask import Ask
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
@@ -98,12 +97,10 @@ def asked(path: str, options: Mapping[str, Any], several: bool) -> dict[str, Any
     share = rank_jobs.my_share(rows_with_targets(several), engine)
     found = engine.forward(share.split(2)).get("log_probs")
     engine.forward_backward(share.split(2), weighted)
-    is_core = isinstance(engine, MegatronEngine)
-    gradient = megatron_jobs.gradients(engine) if is_core else rank_jobs.gradients(engine)
     return {
         "said": ragged.parts(found)[0],
         "place": tuple(engine.coordinates()),
-        "gradient": gradient,
+        "gradient": megatron_jobs.gradients(engine),
     }
 
 
@@ -115,9 +112,8 @@ def distilled(path: str, options: Mapping[str, Any], mode: str, most: int) -> di
     taught = engine.forward(share.split(2), Ask(TEACHER, likeliest=most, among=VOCABULARY))
     ids, lengths = ragged.parts(taught.get("top_tokens"))
     own = ragged.parts(share.get("responses"))[0]
-    columns: dict[str, Any] = dict(share.items())
-    columns["target_tokens"] = ragged.from_parts(torch.cat([own[:, None], ids], 1), lengths)
-    columns["teacher_top_log_probs"] = taught.get("log_probs")
+    targets = ragged.from_parts(torch.cat([own[:, None], ids], 1), lengths)
+    rows = share.with_columns({"target_tokens": targets, "teacher_top_log_probs": taught.get("log_probs")})
     distillation = Distillation(DistillationLossConfig(loss_mode=mode))
 
     def loss(output: Any, given: Mapping[str, torch.Tensor]) -> Any:
@@ -126,8 +122,7 @@ def distilled(path: str, options: Mapping[str, Any], mode: str, most: int) -> di
         terms = distillation.divergences(output.log_probs[..., 1:], given["teacher_top_log_probs"])
         return terms[mask].sum(), {"loss": metrics.summed(float(terms[mask].sum()))}
 
-    reported = engine.forward_backward(DataProto.from_dict(columns).split(2), loss)
-    is_core = isinstance(engine, MegatronEngine)
-    gradient = megatron_jobs.gradients(engine) if is_core else rank_jobs.gradients(engine)
+    reported = engine.forward_backward(rows.split(2), loss)
+    gradient = megatron_jobs.gradients(engine)
     loss_here = reported["loss"].value if reported else 0.0
     return {"loss": loss_here, "place": tuple(engine.coordinates()), "gradient": gradient}

@@ -3,19 +3,21 @@ that hold one, two or four copies of the model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from engine import oom_jobs
 from engine import rank_jobs as jobs
+from engine.alike import assert_same, assert_sent
 from engine.pool import Ranks
 
 from hydraflow.engine.config import WrapPolicyConfig
 
 DOUBLE = {"model_dtype": "fp64", "dtype": "fp64"}
 RANKS = 4
+GROUP_SIZES = (2, 4)
 SIZES = (1, 2)
 """Ranks of a copy of the model."""
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -31,24 +33,8 @@ ALONE: dict[str, dict[str, Any]] = {}
 """How one rank alone trains, by layout."""
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    """Four ranks."""
-    pool = Ranks(RANKS)
-    yield pool
-    pool.stop()
-
-
 def with_size(options: Mapping[str, Any], size: int, **fsdp: Any) -> dict[str, Any]:
     return {**options, "fsdp": {**fsdp, **options.get("fsdp", {}), "fsdp_size": size}}
-
-
-def assert_same(got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], atol: float) -> None:
-    assert got.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(
-            got[name], value, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
-        )
 
 
 def test_neighbours_share_a_copy_and_deadlines_stay(ranks: Ranks) -> None:
@@ -93,13 +79,8 @@ def test_training_is_that_of_one_rank(tiny: str, ranks: Ranks, layout: str, size
         torch.testing.assert_close(seen, wanted, rtol=0, atol=1e-12)
 
 
-@pytest.mark.slow
-def test_two_copies_on_two_ranks(tiny: str) -> None:
-    pool = Ranks(2)
-    try:
-        found = pool.run(jobs.train, tiny, {"fsdp": {**DOUBLE, "fsdp_size": 1}})
-    finally:
-        pool.stop()
+def test_two_copies_on_two_ranks(tiny: str, pools: dict[int, Ranks]) -> None:
+    found = pools[2].run(jobs.train, tiny, {"fsdp": {**DOUBLE, "fsdp_size": 1}})
     alone = jobs.train(tiny, {"fsdp": DOUBLE})
     for rank in found:
         assert_same(rank["weights"], alone["weights"], 1e-12)
@@ -140,7 +121,7 @@ def test_gradients_are_summed_over_copies_once(tiny: str, ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_norm_that_is_not_finite_skips_the_step_on_all_ranks(tiny: str, ranks: Ranks, size: int) -> None:
-    for reported, moved in ranks.run(jobs.break_one_rank, tiny, with_size({}, size)):
+    for reported, moved, _ in ranks.run(jobs.break_one_rank, tiny, with_size({}, size)):
         assert reported["skipped"] == 1.0 and not moved
 
 
@@ -149,12 +130,9 @@ def test_a_norm_that_is_not_finite_skips_the_step_on_all_ranks(tiny: str, ranks:
 def test_weights_for_one_rank_have_values_there_alone(
     tiny: str, ranks: Ranks, size: int, options: dict[str, Any]
 ) -> None:
-    sent = ranks.run(jobs.weights_to, tiny, with_size(options, size), (None, 0, 3))
-    everywhere, *to_one = map(list, zip(*sent, strict=True))
-    for rank, found in zip((0, 3), to_one, strict=True):
-        assert_same(found.pop(rank), everywhere[rank], 0.0)
-        for other in found:
-            assert all(tensor.is_meta for tensor in other.values()) and list(other) == list(everywhere[rank])
+    receivers = (None, 0, 3)
+    sent = ranks.run(jobs.weights_to, tiny, with_size(options, size), receivers)
+    assert_sent(sent, receivers, sent[0][0])
 
 
 def test_a_rank_holds_its_shard_of_one_copy(tiny: str, ranks: Ranks) -> None:
@@ -179,13 +157,8 @@ OOM_LAYOUTS: dict[str, dict[str, Any]] = {
 def test_memory_that_runs_out_on_some_ranks_leaves_no_trace(tiny: str, ranks: Ranks, layout: str) -> None:
     """Every place, in the first or the last pass: on one rank, on both of a copy, on one of each copy. Every
     place in both: test_out_of_memory.py."""
-    short = ((0,), (3,), (2, 3), (1, 2))
-    cases = [
-        oom_jobs.Case(place, short[number % len(short)], 2 * (number % 2))
-        for number, place in enumerate(oom_jobs.PLACES)
-    ]
+    cases = oom_jobs.cases_of_four_ranks()
     options = {"fsdp": {**DOUBLE, **OOM_LAYOUTS[layout]}}
-    for wrong in ranks.run(
-        oom_jobs.disturbed, tiny, options, cases if layout == "two_copies" else cases[::3]
-    ):
+    some = cases if layout == "two_copies" else cases[::3]
+    for wrong in ranks.run(oom_jobs.disturbed, tiny, options, some):
         assert wrong == []

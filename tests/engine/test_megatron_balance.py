@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-
-import hydraflow.engine.megatron  # noqa: F401  lets Megatron-Core run without CUDA, so it comes first
-
-pytest.importorskip("megatron.core")
-
 from engine import megatron_moe_jobs as jobs
+from engine import rank_jobs
+from engine.megatron_jobs import assembled, read_checkpoint, write_checkpoint
 from engine.megatron_models import LATENT, QWEN, sizes
 from engine.megatron_ways import TOLERANCE, assert_near
 from engine.pool import Ranks
+from engine.ulysses_jobs import make_rows
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
@@ -30,7 +28,7 @@ FAMILIES: dict[str, Any] = {
     "deepseek_v3": DeepseekV3Config(**LATENT, q_lora_rank=20, n_group=4, topk_group=2, n_shared_experts=1),
 }
 GROUP_SIZES = (1, 2, 4)
-KIND, UNTRAINED = "samples", 5
+KIND, UNTRAINED = "samples", slice(5, 6)
 CHOSEN = {"qwen3_moe": 2, "deepseek_v3": 4}
 
 
@@ -41,7 +39,7 @@ def mixtures(lm: Any) -> list[Any]:
 
 def rows() -> Iterator[tuple[torch.Tensor, bool]]:
     """The tokens of each row that a model reads, and whether the row is trained."""
-    data = jobs.rows_of(KIND, UNTRAINED)
+    data = rank_jobs.untrained(make_rows(KIND), UNTRAINED)
     columns = [ragged.rows(data.get(name)) for name in ("prompts", "responses", "response_mask")]
     for prompt, response, mask in zip(*columns, strict=True):
         yield torch.cat([prompt, response[:-1]]), bool(mask.any())
@@ -118,7 +116,7 @@ def test_the_loss_of_the_load_trains_as_its_formula_says(
     path = str(models / family)
     found = pools[ranks].run(jobs.balanced, path, options, KIND, UNTRAINED, of_micro_batch)
     mean, gradient = oracle(family)
-    without, once, again = (jobs.assembled([rank[number][0] for rank in found]) for number in range(3))
+    without, once, again = (assembled([rank[number][0] for rank in found]) for number in range(3))
     assert_near(once, {name: value.double() + gradient[name] for name, value in without.items()})
     assert_near(again, once)
     for rank in found:
@@ -185,15 +183,15 @@ def test_biases_are_frozen_by_default(pools: dict[int, Ranks], models: Path) -> 
 
 
 def test_moved_biases_are_in_checkpoints(pools: dict[int, Ranks], models: Path, tmp_path: Path) -> None:
-    """Read with other sizes, they are those that were written, and the next step moves them as it would
+    """Read with other sizes, they are those that were written, and the next steps move them as they would
     have."""
     path = str(models / "deepseek_v3")
 
     def options(**of_engine: Any) -> dict[str, Any]:
         return {"megatron": {"moe_router_bias_update_rate": RATE, **of_engine}}
 
-    written = pools[2].run(jobs.write, path, options(**sizes(2)), str(tmp_path))[0]
-    read = pools[2].run(jobs.read, path, options(**sizes(1, 2)), str(tmp_path))[0]
+    written = pools[2].run(write_checkpoint, path, options(**sizes(2)), str(tmp_path))[0]
+    read = pools[2].run(read_checkpoint, path, options(**sizes(1, 2)), str(tmp_path))[0]
     stored = load_file(models / "deepseek_v3" / "model.safetensors")
     (name,) = (one for one in stored if one.endswith("correction_bias"))
     assert not torch.equal(written["weights"][name], stored[name])

@@ -11,13 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-
-import hydraflow.engine.megatron  # noqa: F401  lets Megatron-Core run without CUDA, so it comes first
-
-pytest.importorskip("megatron.core")
-
 from engine import megatron_jobs as jobs
+from engine.alike import assert_same
 from engine.foreign import INDEX, put_into_index, put_into_shard
+from engine.megatron_jobs import state_of
 from engine.megatron_models import sizes
 from engine.pool import Ranks
 from engine.rank_jobs import CONTENTS
@@ -80,18 +77,6 @@ def load(
     )
 
 
-def state_of(found: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Whole weights and moments by Hugging Face name and slot, as float32."""
-    if "moments" in found[0]:
-        moments = {name.partition(".")[2]: value for name, value in found[0]["moments"].items()}
-        return {name: value for name, value in moments.items() if not name.endswith(".step")}
-    slots = found[0]["state"]
-    whole = {slot: jobs.assembled([rank["state"][slot] for rank in found]) for slot in slots}
-    return {
-        f"{name}.{slot}": value for slot in slots if slot != "weight" for name, value in whole[slot].items()
-    }
-
-
 def steps_of(found: dict[str, Any]) -> set[float]:
     """How often the optimizer has updated each parameter."""
     if "moments" in found:
@@ -99,16 +84,10 @@ def steps_of(found: dict[str, Any]) -> set[float]:
     return found["steps"]
 
 
-def assert_equal(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == wanted.keys()
-    unequal = [name for name in wanted if not torch.equal(got[name], wanted[name])]
-    assert not unequal, unequal
-
-
 def assert_holds(got: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
-    assert_equal(state_of(got), state_of(wanted))
+    assert_same(state_of(got), state_of(wanted))
     for rank in got:
-        assert_equal(rank["weights"], wanted[0]["weights"])
+        assert_same(rank["weights"], wanted[0]["weights"])
         assert rank["lr"] == wanted[0]["lr"] == 0.01 * 7 / 8
         assert steps_of(rank) == steps_of(wanted[0]) == {2.0}
 
@@ -123,7 +102,7 @@ def test_the_same_layout_goes_on_bit_by_bit(
         found = load(pools, models / "qwen2", layout, tmp_path, trained=trained)
         assert_holds(found, written)
         for rank in found:
-            assert_equal(rank["next"], written[0]["next"])
+            assert_same(rank["next"], written[0]["next"])
     assert len(state_of(written)) == 2 * len(written[0]["weights"])
 
 
@@ -135,11 +114,11 @@ def test_bf16_goes_on_bit_by_bit(pools: dict[int, Ranks], models: Path, tmp_path
     found = load(pools, models / "qwen2", layout, tmp_path, **core)
     assert_holds(found, written)
     for slot in ("weight", "exp_avg"):
-        assert_equal(*(jobs.assembled([rank["state"][slot] for rank in ranks]) for ranks in (found, written)))
+        assert_same(*(jobs.assembled([rank["state"][slot] for rank in ranks]) for ranks in (found, written)))
     weights = jobs.assembled([rank["state"]["weight"] for rank in found])
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     for rank in found:
-        assert_equal(rank["next"], written[0]["next"])
+        assert_same(rank["next"], written[0]["next"])
         for name, tensor in rank["weights"].items():
             assert torch.equal(tensor, weights[name].bfloat16())
             assert not torch.equal(weights[name], weights[name].bfloat16().float())
@@ -174,8 +153,8 @@ def test_a_checkpoint_goes_round(
         options = options_of(layout, head=head)
         folders = str(tmp_path / str(number - 1)), str(tmp_path / str(number))
         last = pools[LAYOUTS[layout][0]].run(jobs.pass_on, str(path), options, *folders)
-    assert_equal(state_of(last), state_of(first))
-    assert_equal(last[0]["weights"], first[0]["weights"])
+    assert_same(state_of(last), state_of(first))
+    assert_same(last[0]["weights"], first[0]["weights"])
 
 
 def test_bf16_is_read_in_float32(pools: dict[int, Ranks], models: Path, tmp_path: Path) -> None:
@@ -184,7 +163,7 @@ def test_bf16_is_read_in_float32(pools: dict[int, Ranks], models: Path, tmp_path
     weights = jobs.assembled([rank["state"]["weight"] for rank in written])
     for layout in ("fsdp 2", "pp 2"):
         found = load(pools, models / "qwen2", layout, tmp_path, continues=False)
-        assert_equal(found[0]["weights"], weights)
+        assert_same(found[0]["weights"], weights)
 
 
 # --- parts
@@ -199,11 +178,11 @@ def test_parts_can_be_read_by_themselves(
     written = write(pools, path, layout, tmp_path)
     fresh = write(pools, path, layout, tmp_path / "fresh", steps=0)
     weights = load(pools, path, layout, tmp_path, contents=["model"], continues=False)
-    assert_equal(weights[0]["weights"], written[0]["weights"])
+    assert_same(weights[0]["weights"], written[0]["weights"])
     assert state_of(weights) == {} and weights[0]["lr"] == 0.0
     moments = load(pools, path, layout, tmp_path, contents=["optimizer"], continues=False)
-    assert_equal(state_of(moments), state_of(written))
-    assert_equal(moments[0]["weights"], fresh[0]["weights"])
+    assert_same(state_of(moments), state_of(written))
+    assert_same(moments[0]["weights"], fresh[0]["weights"])
     assert steps_of(moments[0]) == {2.0} and moments[0]["lr"] == 0.0
 
 
@@ -214,10 +193,10 @@ def test_parts_can_be_written_by_themselves(
     path = models / "qwen2"
     written = write(pools, path, layout, tmp_path / "model", contents=["model"])
     found = load(pools, path, "pp 2", tmp_path / "model", contents=["model"], continues=False)
-    assert_equal(found[0]["weights"], written[0]["weights"])
+    assert_same(found[0]["weights"], written[0]["weights"])
     write(pools, path, layout, tmp_path / "optimizer", contents=["optimizer"])
     found = load(pools, path, "pp 2", tmp_path / "optimizer", contents=["optimizer"], continues=False)
-    assert_equal(state_of(found), state_of(written))
+    assert_same(state_of(found), state_of(written))
 
 
 @pytest.mark.parametrize("layout", ["tp 2", "data 2", "pp 2"])
@@ -229,8 +208,8 @@ def test_before_its_first_step_an_optimizer_has_no_state(
     for trained in (0, 1):
         found = load(pools, models / "qwen2", layout, tmp_path, steps=0, trained=trained)
         assert state_of(found) == {} and found[0]["lr"] == 0.0
-        assert_equal(found[0]["weights"], written[0]["weights"])
-        assert_equal(found[0]["next"], written[0]["next"])
+        assert_same(found[0]["weights"], written[0]["weights"])
+        assert_same(found[0]["next"], written[0]["next"])
 
 
 # --- files
@@ -244,7 +223,7 @@ def test_what_the_ranks_write_adds_up(
     files = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
     assert sorted(name for rank in written for name in rank["files"]) == files
     lm = AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface")
-    assert_equal({name: p.detach() for name, p in lm.named_parameters()}, written[0]["weights"])
+    assert_same(dict(lm.named_parameters()), written[0]["weights"])
     facts = json.loads((tmp_path / "checkpoint.json").read_text())
     assert facts["engine"] == "megatron" and facts["world_size"] == len(written) and facts["tied"]
     weights = sum(tensor.numel() for tensor in written[0]["weights"].values())

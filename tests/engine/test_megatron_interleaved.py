@@ -7,15 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-import hydraflow.engine.megatron  # noqa: F401  lets Megatron-Core run without CUDA, so it comes first
-
-pytest.importorskip("megatron.core")
-
 from engine import megatron_jobs as jobs
-from engine import rank_jobs
-from engine.megatron_models import SIZES, save_model, sizes
+from engine.alike import assert_same, assert_sent
+from engine.megatron_models import SIZES, sizes
 from engine.megatron_ways import Oracle, assert_near, check
 from engine.pool import Ranks
 from transformers import Qwen2Config, Qwen3Config
@@ -27,14 +21,6 @@ FAMILIES = {
 }
 
 GROUP_SIZES = (2, 4)
-
-
-@pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    folder = tmp_path_factory.mktemp("models")
-    for name, config in FAMILIES.items():
-        save_model(config, folder / name)
-    return Oracle(folder)
 
 
 def interleaved(chunks: int, tensor: int = 1, stages: int = 2, **others: Any) -> dict[str, Any]:
@@ -72,26 +58,21 @@ def test_values(pools: dict[int, Ranks], oracle: Oracle) -> None:
 
 def test_weights_come_to_one_rank(pools: dict[int, Ranks], oracle: Oracle) -> None:
     path = str(oracle.folder / "qwen2")
-    found = pools[2].run(jobs.weights_to, path, {"megatron": interleaved(2)}, [1])
-    alone = dict(pools[2].run(jobs.weights_to, path, {"megatron": sizes()})[0][0])
-    first, second = (dict(sent) for (sent,) in found)
-    assert all(tensor.is_meta for tensor in first.values())
-    assert second.keys() == alone.keys()
-    assert all(torch.equal(tensor, alone[name]) for name, tensor in second.items())
+    sent = pools[2].run(jobs.weights_to, path, {"megatron": interleaved(2)}, [1])
+    assert_sent(sent, [1], pools[2].run(jobs.weights_to, path, {"megatron": sizes()})[0][0])
 
 
 def test_a_checkpoint_is_read_with_other_sizes(
     pools: dict[int, Ranks], oracle: Oracle, tmp_path: Path
 ) -> None:
-    path, steps, contents = str(oracle.folder / "qwen2"), 1, rank_jobs.CONTENTS
+    path, steps = str(oracle.folder / "qwen2"), 1
     settings = {"megatron": interleaved(2)}
-    held = pools[2].run(jobs.write_checkpoint, path, settings, str(tmp_path), steps, contents)
+    held = pools[2].run(jobs.write_checkpoint, path, settings, str(tmp_path), steps)
     for read in (interleaved(4), sizes(2)):
-        found = pools[2].run(jobs.read_checkpoint, path, {"megatron": read}, str(tmp_path), steps, contents)
+        found = pools[2].run(jobs.read_checkpoint, path, {"megatron": read}, str(tmp_path), steps)
         for rank in found:
             assert rank["steps"] == {1.0}
-            for name, tensor in rank["weights"].items():
-                assert torch.equal(tensor, held[0]["weights"][name])
+            assert_same(rank["weights"], held[0]["weights"])
             assert_near(rank["next"], held[0]["next"])
 
 

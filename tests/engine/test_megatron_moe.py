@@ -4,21 +4,26 @@ FSDP engine and of transformers itself."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-import hydraflow.engine.megatron  # noqa: F401  lets Megatron-Core run without CUDA, so it comes first
-
-pytest.importorskip("megatron.core")
-
 from engine import megatron_moe_jobs as jobs
-from engine.megatron_jobs import OPTIM, save_both, weights_to
-from engine.megatron_models import GROUPED, LATENT, MIXTURES, QWEN, SCORE, plain_numbers, save_model
-from engine.megatron_ways import TOLERANCE, assert_near
+from engine.alike import assert_same, assert_sent
+from engine.megatron_jobs import (
+    OPTIM,
+    read_checkpoint,
+    refusal,
+    save_both,
+    save_hf,
+    state_of,
+    weights_to,
+    write_checkpoint,
+)
+from engine.megatron_models import GROUPED, LATENT, MIXTURES, QWEN, SCORE, save_model
+from engine.megatron_models import of_mixtures as sizes
+from engine.megatron_ways import Oracle, assert_near, check
 from engine.pool import Ranks
 from model_merger.directories import assert_same_bits, merge, read
 from safetensors.torch import load_file, save_file
@@ -34,7 +39,6 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from hydraflow import metrics
 from hydraflow.generation.native import NativeEngine
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
@@ -69,34 +73,10 @@ FAMILIES: dict[str, Any] = {
 }
 
 
-Oracle = Callable[..., dict[str, Any]]
-
-
 @pytest.fixture(scope="module")
 def oracle(models: Path) -> Oracle:
-    """By family and head: what transformers says and, below `fsdp`, what the FSDP engine does."""
-    known: dict[tuple[str, str], dict[str, Any]] = {}
-
-    def numbers(family: str, head: str = "policy") -> dict[str, Any]:
-        if (family, head) not in known:
-            path = str(models / family)
-            fsdp = jobs.numbers(path, {"head": head}, 1)
-            known[family, head] = {**plain_numbers(path, head, "usual"), "fsdp": fsdp}
-        return known[family, head]
-
-    return numbers
-
-
-def sizes(
-    tensor: int = 1, stages: int = 1, experts: int = 1, slices: int | None = None, **others: Any
-) -> dict[str, Any]:
-    return {
-        "tensor_model_parallel_size": tensor,
-        "pipeline_model_parallel_size": stages,
-        "expert_model_parallel_size": experts,
-        "expert_tensor_parallel_size": slices,
-        **others,
-    }
+    """With the FSDP engine in float32: the kernels of experts have no float64."""
+    return Oracle(models, {})
 
 
 PLAIN = {"use_distributed_optimizer": False}
@@ -148,66 +128,38 @@ INTERLEAVED: dict[str, tuple[int, dict[str, Any], int]] = {
 """Ranks, settings and micro-batches of an interleaved schedule."""
 
 
-def check(found: list[dict[str, Any]], oracle: dict[str, Any]) -> None:
-    """All that ranks said, counted, added up and became."""
-    collected = [rank for rank in found if rank["collect"]]
-    for name, wanted in oracle["fsdp"]["said"].items():
-        said = torch.cat([rank["said"][name] for rank in collected]).double()
-        torch.testing.assert_close(said, wanted.double(), rtol=0, atol=TOLERANCE)
-        torch.testing.assert_close(said, oracle["said"][name], rtol=0, atol=TOLERANCE)
-    reported = metrics.values(metrics.merge(rank["reported"] for rank in collected))
-    assert reported["loss"] == pytest.approx(oracle["loss"], rel=TOLERANCE)
-    gradient = jobs.assembled([rank["gradient"] for rank in found])
-    assert_near(gradient, oracle["gradient"])
-    norm = float(torch.cat([g.flatten() for g in oracle["gradient"].values()]).norm())
-    for rank in found:
-        assert rank["steps"][0]["grad_norm"] == pytest.approx(norm, rel=TOLERANCE)
-        assert rank["steps"] == [pytest.approx(step, rel=TOLERANCE) for step in oracle["fsdp"]["steps"]]
-        assert_near(rank["weights"], oracle["fsdp"]["weights"])
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout(pools: dict[int, Ranks], models: Path, oracle: Oracle, layout: str) -> None:
+def test_every_layout(pools: dict[int, Ranks], oracle: Oracle, layout: str) -> None:
     family, ranks, settings = LAYOUTS[layout]
-    found = pools[ranks].run(jobs.numbers, str(models / family), {"megatron": settings}, 2)
-    check(found, oracle(family))
+    check(pools[ranks], oracle, family, settings)
 
 
 @pytest.mark.parametrize("layout", ["tp 2, ep 2", "deepseek_v3, pp 2"])
-def test_padded_rows(pools: dict[int, Ranks], models: Path, oracle: Oracle, layout: str) -> None:
+def test_padded_rows(pools: dict[int, Ranks], oracle: Oracle, layout: str) -> None:
     family, ranks, settings = LAYOUTS[layout]
-    options = {"megatron": settings, "model": {"use_remove_padding": False}}
-    check(pools[ranks].run(jobs.numbers, str(models / family), options, 2), oracle(family))
+    check(pools[ranks], oracle, family, settings, model={"use_remove_padding": False})
 
 
 @pytest.mark.parametrize("layout", INTERLEAVED)
-def test_stages_of_several_parts(pools: dict[int, Ranks], models: Path, oracle: Oracle, layout: str) -> None:
+def test_stages_of_several_parts(pools: dict[int, Ranks], oracle: Oracle, layout: str) -> None:
     ranks, settings, micro_batches = INTERLEAVED[layout]
-    path = str(models / "four layers")
-    found = pools[ranks].run(jobs.numbers, path, {"megatron": settings}, micro_batches)
-    check(found, oracle("four layers"))
+    check(pools[ranks], oracle, "four layers", settings, micro_batches=micro_batches)
 
 
-def test_values_of_tokens(pools: dict[int, Ranks], models: Path, oracle: Oracle) -> None:
-    options = {"megatron": sizes(2, experts=2), "head": "value"}
-    found = pools[4].run(jobs.numbers, str(models / "mixtral"), options, 2)
-    check(found, oracle("mixtral", "value"))
+def test_values_of_tokens(pools: dict[int, Ranks], oracle: Oracle) -> None:
+    check(pools[4], oracle, "mixtral", sizes(2, experts=2), head="value")
 
 
-def test_no_checkpointing_of_activations(pools: dict[int, Ranks], models: Path, oracle: Oracle) -> None:
-    options = {"megatron": sizes(experts=2), "model": {"enable_gradient_checkpointing": False}}
-    found = pools[2].run(jobs.numbers, str(models / "qwen3_moe"), options, 4)
-    check(found, oracle("qwen3_moe"))
+def test_no_checkpointing_of_activations(pools: dict[int, Ranks], oracle: Oracle) -> None:
+    off = {"enable_gradient_checkpointing": False}
+    check(pools[2], oracle, "qwen3_moe", sizes(experts=2), model=off, micro_batches=4)
 
 
 @pytest.mark.parametrize("layout", ["qwen2_moe, tp 2", "pp 2, tp 2"])
-def test_experts_that_are_recomputed_alone(
-    pools: dict[int, Ranks], models: Path, oracle: Oracle, layout: str
-) -> None:
+def test_experts_that_are_recomputed_alone(pools: dict[int, Ranks], oracle: Oracle, layout: str) -> None:
     family, ranks, settings = LAYOUTS[layout]
     overrides = {"recompute_granularity": "selective", "recompute_modules": ["moe", "shared_experts"]}
-    options = {"megatron": {**settings, "override_transformer_config": overrides}}
-    check(pools[ranks].run(jobs.numbers, str(models / family), options, 2), oracle(family))
+    check(pools[ranks], oracle, family, {**settings, "override_transformer_config": overrides})
 
 
 def test_the_oracle_is_not_trivial(oracle: Oracle) -> None:
@@ -273,14 +225,9 @@ def test_weights_come_out_as_they_went_in(pools: dict[int, Ranks], models: Path,
     """Bit by bit and under the FSDP engine's names, on all ranks or on the one that wants them."""
     family, ranks, settings = LAYOUTS[layout]
     path = str(models / family)
-    (wanted,) = map(dict, weights_to(path, {}))
     receivers = (None, 0, 3)
-    for rank, sent in enumerate(pools[ranks].run(weights_to, path, {"megatron": settings}, receivers)):
-        for to, tensors in zip(receivers, sent, strict=True):
-            assert sorted(name for name, _ in tensors) == sorted(wanted)
-            for name, tensor in tensors:
-                assert tensor.shape == wanted[name].shape
-                assert torch.equal(tensor, wanted[name]) if to in (None, rank) else tensor.is_meta
+    sent = pools[ranks].run(weights_to, path, {"megatron": settings}, receivers)
+    assert_sent(sent, receivers, weights_to(path, {})[0])
 
 
 def test_biases_of_routers_are_never_rounded(pools: dict[int, Ranks], models: Path) -> None:
@@ -289,7 +236,7 @@ def test_biases_of_routers_are_never_rounded(pools: dict[int, Ranks], models: Pa
     wanted = load_file(path / "model.safetensors")[name]
     assert not torch.equal(wanted, wanted.bfloat16().float())
     for options in ({"megatron": sizes(2, dtype="bf16")}, {"fsdp": {"model_dtype": "bf16", "dtype": "bf16"}}):
-        tensors = dict(pools[2].run(weights_to, str(path), options)[0][0])
+        tensors = pools[2].run(weights_to, str(path), options)[0][0]
         others = {tensor.dtype for other, tensor in tensors.items() if other != name}
         assert torch.equal(tensors[name], wanted) and others == {torch.bfloat16}
         sampler = NativeEngine.from_config(FAMILIES["deepseek_v3"], device="cpu", dtype=torch.bfloat16)
@@ -318,7 +265,7 @@ def test_files_are_saved_as_they_were_read(
     wanted = load_file(file)
     if family == "deepseek_v3":
         save_file({**wanted, "model.layers.2.eh_proj.weight": torch.ones(2, 2)}, file, {"format": "pt"})
-    pools[2].run(jobs.save_hf, str(path), {"megatron": settings}, str(saved))
+    pools[2].run(save_hf, str(path), {"megatron": settings}, str(saved))
     found = load_file(saved / "model.safetensors")
     del wanted[SCORE]
     assert found.keys() == wanted.keys()
@@ -339,28 +286,19 @@ PATHS = {
 def test_checkpoints_are_read_with_other_sizes(
     pools: dict[int, Ranks], models: Path, tmp_path: Path, writer: str
 ) -> None:
-    """Weights and moments bit by bit; the next step is the same."""
+    """Weights and moments bit by bit; the next steps are the same."""
 
-    def run(layout: str, job: Any) -> dict[str, Any]:
+    def run(layout: str, job: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         ranks, options = 2, {}
         if layout in LAYOUTS:
             ranks, options = LAYOUTS[layout][1], {"megatron": LAYOUTS[layout][2]}
-        found = pools[ranks].run(job, str(models / "deepseek_v3"), options, str(tmp_path))
-        moments = found[0].get("moments") or {
-            f"lm.{name}.{slot}": value
-            for slot in jobs.SLOTS
-            for name, value in jobs.assembled([rank[slot] for rank in found]).items()
-        }
-        whole = {name: value for name, value in moments.items() if not name.endswith(".step")}
-        return {"state": whole | found[0]["weights"], "next": found[0]["next"]}
+        path, folder = str(models / "deepseek_v3"), str(tmp_path)
+        found = pools[ranks].run(job, path, options, folder)
+        return state_of(found) | found[0]["weights"], found[0]["next"]
 
-    written, read = run(writer, jobs.write), run(PATHS[writer], jobs.read)
-    assert read["state"].keys() == written["state"].keys()
-    changed = [
-        name for name, value in written["state"].items() if not torch.equal(read["state"][name], value)
-    ]
-    assert not changed
-    assert_near(read["next"], written["next"])
+    (written, went_on), (found, goes_on) = run(writer, write_checkpoint), run(PATHS[writer], read_checkpoint)
+    assert_same(found, written)
+    assert_near(goes_on, went_on)
 
 
 def test_the_merger_reads_a_checkpoint(pools: dict[int, Ranks], models: Path, tmp_path: Path) -> None:
@@ -438,5 +376,5 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 def test_what_is_not_built_is_refused(tmp_path: Path, pools: dict[int, Ranks], why: str) -> None:
     config, settings, words = REFUSED[why]
     save_model(config, tmp_path)
-    for reported in pools[2].run(jobs.refusal, str(tmp_path), {"megatron": settings}):
+    for reported in pools[2].run(refusal, str(tmp_path), {"megatron": settings}):
         assert words in reported

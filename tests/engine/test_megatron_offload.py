@@ -8,11 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-
-import hydraflow.engine.megatron  # noqa: F401  lets Megatron-Core run without CUDA, so it comes first
-
-pytest.importorskip("megatron.core")
-
 from engine import megatron_jobs as jobs
 from engine.megatron_apart import OFFLOADS, same
 from engine.megatron_models import GROUPED, save_model, sizes

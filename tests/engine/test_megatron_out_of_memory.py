@@ -7,14 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-import hydraflow.engine.megatron  # noqa: F401  lets Megatron-Core run without CUDA, so it comes first
-
-pytest.importorskip("megatron.core")
-
 from engine import megatron_oom_jobs as jobs
 from engine.megatron_models import GROUPED, sizes
-from engine.oom_jobs import Case
+from engine.oom_jobs import cases_of_two_ranks
 from engine.pool import Ranks
 from transformers import MixtralConfig, Qwen2Config
 
@@ -35,12 +30,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], bool]] = {
 }
 """Family, settings, and whether activations are computed again."""
 GROUP_SIZES = (2,)
-CASES = [
-    Case(place, ((0,), (1,), (0, 1))[(number + at) % 3], at)
-    for number, place in enumerate(jobs.PLACES)
-    for at in (0, 2)
-]
-"""Every place in the first and in the last pass, on one rank, the other, or both."""
+CASES = cases_of_two_ranks(jobs.PLACES)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

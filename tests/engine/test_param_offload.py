@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engine import rank_jobs as jobs
+from engine.alike import assert_same
 from engine.memory_apart import MemoryApart, held
 from engine.pool import Ranks
 
@@ -45,9 +46,7 @@ def test_results_are_the_same_bit_by_bit(tiny: str, ranks: Ranks, layout: str) -
         assert moved["reported"] == usual["reported"]
         for mine, other in zip(moved["seen"], usual["seen"], strict=True):
             assert torch.equal(mine, other)
-        assert moved["weights"].keys() == usual["weights"].keys()
-        for name, weight in usual["weights"].items():
-            assert torch.equal(moved["weights"][name], weight), name
+        assert_same(moved["weights"], usual["weights"])
 
 
 def test_at_rest_nothing_can_be_read(tiny: str) -> None:
@@ -148,5 +147,4 @@ def test_a_device_gets_its_memory_back(tiny: str, device_type: str) -> None:
     pool.stop()
     assert plain["freed"] == [0, 0, 0]
     assert all(freed >= (moved["shards"] if device_type == "cuda" else 0) for freed in moved["freed"])
-    for name, weight in plain["weights"].items():
-        torch.testing.assert_close(moved["weights"][name], weight, rtol=0, atol=1e-8)
+    assert_same(moved["weights"], plain["weights"], 1e-8)

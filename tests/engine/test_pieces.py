@@ -6,6 +6,7 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,44 +79,33 @@ def test_holes_and_overlaps_are_seen(tmp_path: Path) -> None:
     assert "reaches beyond" in str(replace(whole_one, pieces=(first, replace(second, start=(3, 0)))).holes())
 
 
+def read_back(tensor: torch.Tensor, byte_range: ByteRange, **facts: Any) -> torch.Tensor:
+    """What is read of a tensor that is one piece."""
+    shape = tuple(tensor.shape)
+    piece = Piece((0,) * tensor.dim(), shape, byte_range, **facts)
+    return whole(StoredTensor("w", tensor.dtype, shape, (piece,)))
+
+
 def test_numbers_that_do_not_lie_in_order(tmp_path: Path) -> None:
     """torch.save keeps a transposed tensor transposed, and a slice as a part of its storage."""
     full = torch.arange(24.0).view(4, 6)
-    for name, tensor in {
-        "transposed": full.T,
-        "slice": full[1:3],
-        "columns": full[:, 2:4],
-        "number": full[2, 3],
-    }.items():
-        torch.save(tensor, tmp_path / name)
-        found = torch.load(tmp_path / name, map_location="meta", weights_only=True)
-        piece = Piece(
-            (0,) * tensor.dim(),
-            tuple(tensor.shape),
-            numbers_of(found, tmp_path / name),
-            strides=odd_strides(found),
-        )
-        assert torch.equal(whole(StoredTensor("w", tensor.dtype, tuple(tensor.shape), (piece,))), tensor), (
-            name
-        )
-        length = (tmp_path / name).stat().st_size
-        archived = Piece(
-            (0,) * tensor.dim(), tuple(tensor.shape), ByteRange(tmp_path / name, 0, length), archived=True
-        )
-        assert torch.equal(
-            whole(StoredTensor("w", tensor.dtype, tuple(tensor.shape), (archived,))), tensor
-        ), name
+    tensors = {"transposed": full.T, "slice": full[1:3], "columns": full[:, 2:4], "number": full[2, 3]}
+    for name, tensor in tensors.items():
+        file = tmp_path / name
+        torch.save(tensor, file)
+        found = torch.load(file, map_location="meta", weights_only=True)
+        numbers, archive = numbers_of(found, file), ByteRange(file, 0, file.stat().st_size)
+        assert torch.equal(read_back(tensor, numbers, strides=odd_strides(found)), tensor), name
+        assert torch.equal(read_back(tensor, archive, archived=True), tensor), name
 
 
 def test_an_archive_must_hold_what_is_announced(tmp_path: Path) -> None:
-    torch.save(torch.zeros(3), tmp_path / "file")
-    piece = Piece(
-        (0,), (4,), ByteRange(tmp_path / "file", 0, (tmp_path / "file").stat().st_size), archived=True
-    )
+    file = tmp_path / "file"
+    torch.save(torch.zeros(3), file)
     with pytest.raises(
         ConfigError, match=r"holds torch.float32 \[3\] at byte 0, but the index says torch.float32 \[4\]"
     ):
-        whole(StoredTensor("w", torch.float32, (4,), (piece,)))
+        read_back(torch.zeros(4), ByteRange(file, 0, file.stat().st_size), archived=True)
 
 
 def test_written_files_are_those_that_safetensors_reads(tmp_path: Path) -> None:

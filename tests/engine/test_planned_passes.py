@@ -3,19 +3,13 @@ divided."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-import hydraflow.engine.megatron  # noqa: F401  lets Megatron-Core run without CUDA, so it comes first
-
-pytest.importorskip("megatron.core")
-
 from batch_plan.plans import configured
 from engine import planned_jobs as jobs
-from engine.megatron_models import GROUPED, save_model, sizes, started
+from engine.megatron_models import GROUPED, sizes
 from engine.pool import Ranks
 from transformers import Qwen2Config
 
@@ -23,23 +17,10 @@ from hydraflow.batch_plan.resolve import BatchPlan, resolve_plan
 from hydraflow.engine.config import MegatronConfig
 from hydraflow.schema import PPOConfig
 
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    """Four ranks."""
-    with started((4,)) as made:
-        yield made[4]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model of two layers, and one of four for stages of two parts."""
-    folder = tmp_path_factory.mktemp("models")
-    for layers in (2, 4):
-        save_model(Qwen2Config(**GROUPED | dict(num_hidden_layers=layers)), folder / str(layers))
-    return folder
-
-
+FAMILIES = {str(layers): Qwen2Config(**GROUPED | dict(num_hidden_layers=layers)) for layers in (2, 4)}
+"""Of two layers, and of four for stages of two parts."""
+RANKS = 4
+GROUP_SIZES = (RANKS,)
 PARTS = {"virtual_pipeline_model_parallel_size": 2}
 LAYOUTS: dict[str, dict[str, Any] | None] = {
     "fsdp2": None,

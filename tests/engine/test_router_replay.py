@@ -3,21 +3,18 @@ transformers' own layers in float64."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-import hydraflow.engine.megatron  # noqa: F401  lets Megatron-Core run without CUDA, so it comes first
-
-pytest.importorskip("megatron.core")
-
 from engine import replay_jobs as jobs
-from engine.megatron_models import GROUPED
-from engine.megatron_moe_jobs import assembled
+from engine.megatron_jobs import assembled
+from engine.megatron_models import GROUPED, of_mixtures
 from engine.megatron_ways import TOLERANCE, assert_near
 from engine.pool import Ranks
+from engine.ulysses_jobs import make_rows
 from transformers import Qwen3MoeConfig
 
 from hydraflow.metrics import merge, values
@@ -34,14 +31,7 @@ FAMILIES = {
 }
 
 
-def sizes(tensor: int = 1, stages: int = 1, experts: int = 1, **others: Any) -> dict[str, Any]:
-    return {
-        "tensor_model_parallel_size": tensor,
-        "pipeline_model_parallel_size": stages,
-        "expert_model_parallel_size": experts,
-        "expert_tensor_parallel_size": 1,
-        **others,
-    }
+sizes = partial(of_mixtures, slices=1)
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -60,7 +50,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def given() -> DataProto:
     """Rows, some with the same prompt but hardly ever with the same experts."""
-    return jobs.routed(jobs.plain_rows("samples"), LAYERS, EXPERTS, CHOSEN)
+    return jobs.routed(make_rows("samples"), LAYERS, EXPERTS, CHOSEN)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +114,7 @@ def test_after_memory_ran_out(
 @pytest.mark.parametrize("layout", FSDP)
 def test_what_fsdp_records(pools: dict[int, Ranks], models: Path, layout: str) -> None:
     ranks, options = FSDP[layout]
-    path, rows = models / "normalised", jobs.plain_rows("samples")
+    path, rows = models / "normalised", make_rows("samples")
     found = pools[ranks].run(jobs.recorded, str(path), options, rows, 2)
     assert torch.equal(jobs.of_all(found).long(), jobs.own_choices(path, rows))
 
@@ -157,7 +147,7 @@ def test_nothing_depends_on_micro_batches_or_recomputation(
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_recorded_is_what_routers_choose(pools: dict[int, Ranks], models: Path, layout: str) -> None:
     ranks, settings = LAYOUTS[layout]
-    path, rows = models / "normalised", jobs.plain_rows("samples")
+    path, rows = models / "normalised", make_rows("samples")
     found = pools[ranks].run(jobs.recorded, str(path), {"megatron": settings}, rows, 2)
     assert torch.equal(jobs.of_all(found).long(), jobs.own_choices(path, rows))
 

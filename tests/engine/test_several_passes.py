@@ -9,13 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-
-import hydraflow.engine.megatron  # noqa: F401  lets Megatron-Core run without CUDA, so it comes first
-
-pytest.importorskip("megatron.core")
-
 from engine import rank_jobs
 from engine import several_jobs as jobs
+from engine.alike import assert_same
 from engine.megatron_jobs import OPTIM, assembled
 from engine.megatron_models import FAMILIES as ALL
 from engine.megatron_models import sizes
@@ -60,14 +56,9 @@ def test_calls_add_up_and_a_step_has_its_own_settings(ranks: Ranks, models: Path
         assert mine == pytest.approx(other, rel=1e-5)
     for mine, other in zip(own["reported"], like_it["reported"], strict=True):
         assert mine == pytest.approx(other, rel=1e-5)
-    assert_close(own["weights"], like_it["weights"])
+    assert_same(own["weights"], like_it["weights"], 2e-5)
     assert [step["lr"] for step in whole["reported"]] == [OWN.lr, OPTIM["lr"]]
-    assert_close(several["weights"], whole["weights"])
-
-
-def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight, atol=2e-5, rtol=0, msg=name)
+    assert_same(several["weights"], whole["weights"], 2e-5)
 
 
 def test_each_setting_of_a_step_changes_the_weights(ranks: Ranks, models: Path) -> None:

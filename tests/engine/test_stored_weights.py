@@ -11,11 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-
-import hydraflow.engine.megatron  # noqa: F401  lets Megatron-Core run without CUDA, so it comes first
-
-pytest.importorskip("megatron.core")
-
 from engine.megatron_models import FAMILIES, LATENT, SCORE, SIZES, save_model
 from once import made_once
 from transformers import DeepseekV3Config, Qwen3MoeConfig

@@ -3,7 +3,7 @@ one rank that has them alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 import transformers
 from engine import oom_jobs, ulysses_jobs
 from engine import rank_jobs as jobs
+from engine.alike import assert_same
 from engine.pool import Ranks
 from engine.test_parity import GROUPED, PADDED, SIZES, saved
 
@@ -23,6 +24,7 @@ from hydraflow.metrics import merge, values
 
 DOUBLE = {"model_dtype": "fp64", "dtype": "fp64"}
 RANKS = 4
+GROUP_SIZES = (4,)
 KEY = "ulysses_sequence_parallel_size"
 LATENT = dict(q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
 LATENT |= dict(num_key_value_heads=4, first_k_dense_replace=2)
@@ -39,14 +41,6 @@ ALONE: dict[str, dict[str, Any]] = {}
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    """Four ranks."""
-    pool = Ranks(RANKS)
-    yield pool
-    pool.stop()
-
-
-@pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with all models."""
     folder = tmp_path_factory.mktemp("models")
@@ -59,14 +53,6 @@ def shared(size: int, options: Mapping[str, Any] | None = None) -> dict[str, Any
     """The options with that many ranks for each row, in float64 unless they say otherwise."""
     options = options or {}
     return {**options, "fsdp": {**DOUBLE, **options.get("fsdp", {}), KEY: size}}
-
-
-def assert_same(got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], atol: float) -> None:
-    assert got.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(
-            got[name], value, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
-        )
 
 
 def assert_is_that_of_one_rank(
@@ -204,7 +190,7 @@ def test_a_rank_keeps_its_share_of_the_activations(ranks: Ranks, tmp_path: Path,
 def test_heads_that_ranks_cannot_divide_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     heads = SIZES | dict(num_attention_heads=6, num_key_value_heads=3, hidden_size=24)
     saved(transformers.LlamaConfig(**heads), tmp_path)
-    for reported in ranks.run(ulysses_jobs.refusal, str(tmp_path), shared(4)):
+    for reported in ranks.run(jobs.refusal, str(tmp_path), shared(4)):
         assert (
             f"fsdp_config.{KEY}=4: must divide the 6 attention heads of the model: 1, 2, 3 or 6" in reported
         )
@@ -214,7 +200,7 @@ def test_heads_that_ranks_cannot_divide_are_refused(ranks: Ranks, tmp_path: Path
 @pytest.mark.parametrize("kind", ["gemma2", "doge", "nemotron"])
 def test_models_whose_rows_are_padded_are_refused(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     saved(PADDED[kind], tmp_path)
-    for reported in ranks.run(ulysses_jobs.refusal, str(tmp_path), shared(2)):
+    for reported in ranks.run(jobs.refusal, str(tmp_path), shared(2)):
         assert (
             f"those of a {kind} model cannot be packed: " in reported
             and f"-> fsdp_config.{KEY}=1" in reported
@@ -223,7 +209,7 @@ def test_models_whose_rows_are_padded_are_refused(ranks: Ranks, tmp_path: Path, 
 
 def test_padded_rows_are_refused(ranks: Ranks, models: Path) -> None:
     options = shared(2, {"model": {"use_remove_padding": False}})
-    for reported in ranks.run(ulysses_jobs.refusal, str(models / "windows"), options):
+    for reported in ranks.run(jobs.refusal, str(models / "windows"), options):
         assert "use_remove_padding=false" in reported
 
 
@@ -236,11 +222,10 @@ def test_checkpoints_do_not_depend_on_it(
 ) -> None:
     path, folder = str(models / "two heads of keys"), str(tmp_path)
     held = ranks.run(jobs.write_checkpoint, path, shared(written), folder)[0]
-    for found in ranks.run(jobs.read_checkpoint, path, shared(read), folder, jobs.CONTENTS, True):
+    for found in ranks.run(jobs.read_checkpoint, path, shared(read), folder):
         assert_same(found["weights"], held["weights"], 0.0)
         assert_same(found["moments"], held["moments"], 0.0)
-    same = ranks.run(jobs.read_checkpoint, path, shared(written), folder, jobs.CONTENTS, True)[0]
-    assert_same(found["next"], same["next"], 1e-12)
+        assert_same(found["next"], held["next"], 1e-12)
 
 
 OOM_LAYOUTS: dict[str, dict[str, Any]] = {
@@ -253,11 +238,7 @@ OOM_LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("layout", OOM_LAYOUTS)
 def test_memory_that_runs_out_on_some_ranks_leaves_no_trace(ranks: Ranks, models: Path, layout: str) -> None:
     """Every place in the first and the last pass: on one rank, on both of a group, on one of each group."""
-    short = ((0,), (3,), (2, 3), (1, 2))
-    cases = [
-        oom_jobs.Case(place, short[number % len(short)], 2 * (number % 2))
-        for number, place in enumerate(oom_jobs.PLACES)
-    ]
+    cases = oom_jobs.cases_of_four_ranks()
     path = str(models / "two heads of keys")
     some = cases if layout == "two" else cases[::3]
     for wrong in ranks.run(oom_jobs.disturbed, path, OOM_LAYOUTS[layout], some):

@@ -10,11 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-import hydraflow.engine.megatron  # noqa: F401  lets Megatron-Core run without CUDA, so it comes first
-
-pytest.importorskip("megatron.core")
-
 from megatron import core
 from megatron.core.tensor_parallel import layers
 

@@ -3,13 +3,14 @@ import it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from engine import rank_jobs
 
-from hydraflow.errors import ConfigError
+from hydraflow.metrics import Metric
 from hydraflow.models.ask import Ask
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
@@ -43,36 +44,34 @@ def make_rows(kind: str) -> DataProto:
     )
 
 
-def numbers(path: str, options: Mapping[str, Any], kind: str, micro_batches: int) -> dict[str, Any]:
+def observed(
+    engine: Any, kind: str, micro_batches: int, *, head: str
+) -> tuple[dict[str, Any], Callable[[], dict[str, Metric]]]:
     """Log-probabilities, entropies and greedy matches (or values) of this rank's rows, metrics of their loss,
-    the gradient, and the sum and maximum over data ranks of the number of rows."""
-    engine = rank_jobs.make_engine(path, options)
+    the rank's place, and the sum and maximum over data ranks of the number of rows; and what adds the
+    gradient of the loss, which it has done once."""
     share = rank_jobs.my_share(make_rows(kind), engine)
     parts = share.chunk(micro_batches)
-    ask = Ask(0.8, entropy=not hasattr(engine.module, "score"))
+    ask = Ask(0.8, entropy=head == "policy")
     columns = dict(engine.forward(parts, ask).items())
     if ask.entropy:
         columns["greedy_match"] = engine.forward([share], Ask(greedy_match=True)).get("greedy_match")
-    said = {name: ragged.parts(column)[0] for name, column in columns.items()}
-    reported = engine.forward_backward(parts, rank_jobs.loss_of, ask)
+    learn = partial(engine.forward_backward, parts, rank_jobs.loss_of, ask)
     rows = torch.tensor([float(len(share))])
-    counted = [float(engine.reduce(rows, how)) for how in ("sum", "max")]
-    return {
-        "said": said,
-        "reported": reported,
+    found = {
+        "said": {name: ragged.parts(column)[0] for name, column in columns.items()},
+        "reported": learn(),
         "place": tuple(engine.coordinates()),
-        "gradient": rank_jobs.gradients(engine),
-        "counted": counted,
+        "counted": [float(engine.reduce(rows, how)) for how in ("sum", "max")],
     }
+    return found, learn
 
 
-def refusal(path: str, options: Mapping[str, Any]) -> str:
-    """What a rank raises that cannot have this model."""
-    try:
-        rank_jobs.make_engine(path, options)
-    except ConfigError as error:
-        return str(error)
-    return ""
+def numbers(path: str, options: Mapping[str, Any], kind: str, micro_batches: int) -> dict[str, Any]:
+    """What `observed` finds, and the gradient."""
+    engine = rank_jobs.make_engine(path, options)
+    found, _ = observed(engine, kind, micro_batches, head=options.get("head", "policy"))
+    return found | {"gradient": rank_jobs.gradients(engine)}
 
 
 def kept_bytes(path: str, options: Mapping[str, Any], rows: int, prompt: int, response: int) -> int:

@@ -21,7 +21,7 @@ pytest.importorskip("megatron.core")
 
 from engine import megatron_models
 from engine.megatron_models import LATENT, QWEN, SCORE, save_families, save_model, sizes, stored
-from engine.pool import Ranks
+from engine.pool import Ranks, started
 from model_merger import core_jobs as jobs
 from model_merger.directories import assert_same_bits, merge, read
 from once import made_once
@@ -59,7 +59,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Ranks]:
     """Four ranks."""
-    with megatron_models.started([4]) as made:
+    with started([4]) as made:
         yield made[4]
 
 

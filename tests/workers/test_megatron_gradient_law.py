@@ -14,8 +14,8 @@ import hydraflow.engine.megatron  # noqa: F401  lets Megatron-Core run without C
 pytest.importorskip("megatron.core")
 
 from engine.megatron_jobs import assembled
-from engine.megatron_models import sizes, started
-from engine.pool import Ranks
+from engine.megatron_models import sizes
+from engine.pool import Ranks, started
 from workers import gradient_jobs as jobs
 from workers.test_gradient_law import (  # noqa: F401
     CASES,
