@@ -10,16 +10,12 @@ from typing import Any
 
 
 class InertRecord:
-    """An unpickled object of any type: its arguments and state, as attributes where they have names."""
+    """An unpickled object of any type: its state, as attributes where it has names."""
 
-    def __new__(cls, *args: Any, **_: Any) -> InertRecord:
+    def __new__(cls, *_: Any, **__: Any) -> InertRecord:
         """Accepts any arguments, as unpickling may pass them."""
-        record = super().__new__(cls)
-        record.args = args
-        return record
+        return super().__new__(cls)
 
-    args: tuple[Any, ...]
-    """Constructor arguments."""
     state: Any = None
     """State that is not a dictionary of attributes."""
 

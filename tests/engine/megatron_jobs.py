@@ -15,7 +15,7 @@ from engine.ulysses_jobs import observed
 from megatron.core import parallel_state
 
 from hydraflow.engine.config import MegatronConfig, OptimConfig
-from hydraflow.engine.megatron import export, parallel
+from hydraflow.engine.megatron import export
 from hydraflow.engine.megatron.engine import MegatronEngine
 from hydraflow.engine.megatron.head import VocabularyParallelHead, VocabularyShare
 from hydraflow.engine.megatron.names import Part, vocabulary_share
@@ -70,7 +70,8 @@ def restart(settings: MegatronConfig) -> None:
     if _sizes is not None:
         names = [name for name in vars(parallel_state) if name.startswith("_") and name.isupper()]
         _groups[_sizes] = {name: getattr(parallel_state, name) for name in names}
-    parallel.stop()
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
     vars(parallel_state).update(_groups.get(sizes, {}))
     _sizes = sizes
 
@@ -200,13 +201,7 @@ def save_hf(path: str, options: Mapping[str, Any], directory: str) -> int:
     return len(built)
 
 
-def refusal(path: str, options: Mapping[str, Any]) -> str:
-    """What a rank raises that cannot have this model."""
-    try:
-        make_engine(path, options)
-    except ConfigError as error:
-        return str(error)
-    return ""
+refusal = partial(rank_jobs.refusal, make=make_engine)
 
 
 # --- checkpoints

@@ -307,10 +307,12 @@ def third_step(engine: FSDPEngine) -> dict[str, Any]:
     return {"saved": saved, "next": full_weights(engine), "lr": engine._lr()}
 
 
-def refusal(path: str, options: Mapping[str, Any] | None = None) -> str:
+def refusal(
+    path: str, options: Mapping[str, Any] | None = None, make: Callable[..., Any] = make_engine
+) -> str:
     """What a rank raises that cannot have this model."""
     try:
-        make_engine(path, options)
+        make(path, options)
     except ConfigError as error:
         return str(error)
     return ""

@@ -126,7 +126,7 @@ def test_allowed_names_do_nothing_when_they_are_called(tmp_path: Path) -> None:
     """getattr is allowed, since some versions of Python write enums with it, and stands for nothing."""
     reach = Calls(getattr, torch.Size, "__subclasses__")
     found = dcp_index._InertUnpickler(io.BytesIO(pickle.dumps(reach))).load()
-    assert type(found).__name__ == "getattr" and found.args == (tuple, "__subclasses__")
+    assert type(found).__name__ == "getattr" and not vars(found)
     with pytest.raises(ConfigError, match="not callable"):
         read_index(write_index(tmp_path, pickle.dumps(Calls(reach))))
     with pytest.raises(ConfigError, match="holds a PosixPath, not the index"):

@@ -90,9 +90,7 @@ def stored_bytes(
     trained = sum(
         shard_of(parameter).nbytes for group in optimizer.param_groups for parameter in group["params"]
     )
-    held = (
-        local * (MODEL in contents) + local * (HF_MODEL in contents) + 2 * trained * (OPTIMIZER in contents)
-    )
+    held = local * ((MODEL in contents) + (HF_MODEL in contents)) + 2 * trained * (OPTIMIZER in contents)
     return -(-held // copies)
 
 

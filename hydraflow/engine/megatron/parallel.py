@@ -111,11 +111,3 @@ def start(settings: MegatronConfig) -> Place:
     wanted = (place.tensor_size, place.context_size, place.stages, settings.chunks, *experts)
     assert found == wanted, f"this process has Megatron groups of other sizes: {found}, not {wanted}"
     return place
-
-
-def stop() -> None:
-    """Leaves the groups, if there are any."""
-    from megatron.core import parallel_state
-
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
