@@ -50,6 +50,7 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def oracle(models: Path) -> Oracle:
+    """What transformers and the FSDP engine say of the models."""
     from engine.megatron_ways import Oracle
 
     return Oracle(models)

@@ -3,6 +3,7 @@ float64, one row at a time, without packing."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hydraflow.engine.base import ModelOutput, columns_of
 from hydraflow.models.loading import persistent_buffers
 from hydraflow.models.tiny import make_tokenizer
 from hydraflow.protocol import ragged
+from hydraflow.protocol.batch import DataProto
 
 SIZES: dict[str, Any] = dict(vocab_size=19, hidden_size=32, intermediate_size=48, num_attention_heads=4)
 SIZES |= dict(
@@ -132,15 +134,19 @@ def plain_numbers(path: str, head: str, kind: str) -> dict[str, Any]:
         said.setdefault("log_probs", []).append(full.gather(-1, response[:, None])[:, 0])
         said.setdefault("entropys", []).append(-(full.exp() * full).sum(-1))
         said.setdefault("greedy_match", []).append((logits.argmax(-1) == response).double())
+    return learned(data, said, parameters)
+
+
+def learned(
+    data: DataProto, said: Mapping[str, list[torch.Tensor]], parameters: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
+    """What a model said of each of these rows, the loss, and its gradient by name."""
     width = int(ragged.lengths(data.get("responses")).max())
     columns = columns_of(data, width, rank_jobs.CPU)
     mask = columns["response_mask"]
     dense = {name: torch.nn.utils.rnn.pad_sequence(rows, True) * mask for name, rows in said.items()}
-    if head == "value":
-        output = ModelOutput(values=dense["values"])
-    else:
-        output = ModelOutput(log_probs=dense["log_probs"], entropy=dense["entropys"])
-    loss, _ = rank_jobs.loss_of(output, columns)
+    main, entropies, values = map(dense.get, ("log_probs", "entropys", "values"))
+    loss, _ = rank_jobs.loss_of(ModelOutput(log_probs=main, entropy=entropies, values=values), columns)
     found = torch.autograd.grad(loss, list(parameters.values()))
     return {
         "said": {name: torch.cat(rows).detach() for name, rows in said.items()},

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 import transformers
 from engine import rank_jobs
 from engine.megatron_jobs import TEMPERATURE, gradients, make_engine
+from engine.megatron_models import learned
 from engine.oom_jobs import Trouble, caught
 from engine.ulysses_jobs import make_rows
 
-from hydraflow.engine.base import ModelOutput, columns_of
 from hydraflow.models.ask import Ask
 from hydraflow.models.packing import read_tokens
 from hydraflow.protocol import ragged
@@ -119,18 +119,7 @@ def oracle(path: str | Path, rows: DataProto) -> dict[str, Any]:
             ]
             changed += int(torch.tensor(differs)[asked].sum())
             counted += int(asked.sum())
-    padded = columns_of(rows, int(ragged.lengths(rows.get("responses")).max()), rank_jobs.CPU)
-    mask = padded["response_mask"]
-    dense = {name: torch.nn.utils.rnn.pad_sequence(some, True) * mask for name, some in said.items()}
-    loss, _ = rank_jobs.loss_of(ModelOutput(log_probs=dense["log_probs"], entropy=dense["entropys"]), padded)
-    parameters = dict(lm.named_parameters())
-    found = torch.autograd.grad(loss, list(parameters.values()))
-    return {
-        "said": {name: torch.cat(some).detach() for name, some in said.items()},
-        "loss": loss.item(),
-        "gradient": dict(zip(parameters, found, strict=True)),
-        "changed": changed / counted,
-    }
+    return learned(rows, said, dict(lm.named_parameters())) | {"changed": changed / counted}
 
 
 def own_choices(path: str | Path, rows: DataProto) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,38 +43,21 @@ def options_of(layout: str, **others: Any) -> dict[str, Any]:
     return {**SCHEDULE, **LAYOUTS[layout][1], **others}
 
 
-def write(
+def run(
+    job: Any,
     pools: dict[int, Ranks],
-    path: Path | str,
+    path: Path,
     layout: str,
     folder: Path,
-    *,
-    steps: int = 2,
-    contents: Sequence[str] = CONTENTS,
-    **others: Any,
+    others: dict[str, Any] | None = None,
+    **more: Any,
 ) -> list[dict[str, Any]]:
-    ranks = pools[LAYOUTS[layout][0]]
-    options = options_of(layout, **others)
-    return ranks.run(jobs.write_checkpoint, str(path), options, str(folder), steps, contents)
+    """What the layout's ranks find. others: options besides the layout's; more: arguments of the job."""
+    options = options_of(layout, **others or {})
+    return pools[LAYOUTS[layout][0]].run(partial(job, **more), str(path), options, str(folder))
 
 
-def load(
-    pools: dict[int, Ranks],
-    path: Path | str,
-    layout: str,
-    folder: Path,
-    *,
-    steps: int = 2,
-    contents: Sequence[str] = CONTENTS,
-    trained: int = 0,
-    continues: bool = True,
-    **others: Any,
-) -> list[dict[str, Any]]:
-    ranks = pools[LAYOUTS[layout][0]]
-    options = options_of(layout, **others)
-    return ranks.run(
-        jobs.read_checkpoint, str(path), options, str(folder), steps, contents, trained, continues
-    )
+write, load = partial(run, jobs.write_checkpoint), partial(run, jobs.read_checkpoint)
 
 
 def steps_of(found: dict[str, Any]) -> set[float]:
@@ -110,8 +93,8 @@ def test_the_same_layout_goes_on_bit_by_bit(
 def test_bf16_goes_on_bit_by_bit(pools: dict[int, Ranks], models: Path, tmp_path: Path, layout: str) -> None:
     """From the optimizer's own weights, which are in float32."""
     core: dict[str, Any] = {"megatron": {**LAYOUTS[layout][1]["megatron"], "dtype": "bf16"}}
-    written = write(pools, models / "qwen2", layout, tmp_path, **core)
-    found = load(pools, models / "qwen2", layout, tmp_path, **core)
+    written = write(pools, models / "qwen2", layout, tmp_path, core)
+    found = load(pools, models / "qwen2", layout, tmp_path, core)
     assert_holds(found, written)
     for slot in ("weight", "exp_avg"):
         assert_same(*(jobs.assembled([rank["state"][slot] for rank in ranks]) for ranks in (found, written)))
@@ -148,7 +131,7 @@ def test_a_checkpoint_goes_round(
     """Each layout saves what it has read from the one before."""
     rounds = ["fsdp 2", "tp 2", "pp 2", "data 2", "tp 2 pp 2", "fsdp 1"]
     path = models / family
-    first = last = write(pools, path, rounds[0], tmp_path / "0", head=head)
+    first = last = write(pools, path, rounds[0], tmp_path / "0", {"head": head})
     for number, layout in enumerate(rounds[1:], 1):
         options = options_of(layout, head=head)
         folders = str(tmp_path / str(number - 1)), str(tmp_path / str(number))
@@ -159,7 +142,7 @@ def test_a_checkpoint_goes_round(
 
 def test_bf16_is_read_in_float32(pools: dict[int, Ranks], models: Path, tmp_path: Path) -> None:
     core: dict[str, Any] = {"megatron": sizes(2, dtype="bf16")}
-    written = write(pools, models / "qwen2", "tp 2", tmp_path, **core)
+    written = write(pools, models / "qwen2", "tp 2", tmp_path, core)
     weights = jobs.assembled([rank["state"]["weight"] for rank in written])
     for layout in ("fsdp 2", "pp 2"):
         found = load(pools, models / "qwen2", layout, tmp_path, continues=False)
@@ -267,7 +250,7 @@ def test_a_damaged_checkpoint_is_refused_in_the_same_words(
 ) -> None:
     """As by the FSDP engine, on every rank; which rank reads the shard may differ."""
     path = str(models / "qwen2")
-    write(pools, path, "tp 2", tmp_path)
+    write(pools, models / "qwen2", "tp 2", tmp_path)
     damage(tmp_path)
     reported = {
         layout: pools[2].run(jobs.load_refusal, path, options_of(layout), str(tmp_path))

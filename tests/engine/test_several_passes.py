@@ -71,6 +71,15 @@ def test_each_setting_of_a_step_changes_the_weights(ranks: Ranks, models: Path) 
     assert min(changed) > 1e-3, dict(zip(vars(OWN), changed, strict=True))
 
 
+def assert_learned(answers: list[dict[str, Any]], lm: torch.nn.Module) -> None:
+    """The gradient of all ranks is that of the model."""
+    gradients = [one["gradient"] for one in answers]
+    whole = gradients[0] if isinstance(gradients[0], dict) else assembled(gradients)
+    found = {name.removeprefix("lm."): gradient for name, gradient in whole.items()}
+    for name, parameter in lm.named_parameters():
+        torch.testing.assert_close(found[name].double(), parameter.grad, atol=2e-4, rtol=1e-4, msg=name)
+
+
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("layout", ["sharded", "shared tokens", "Megatron, tensor parallel", "chunks"])
 def test_given_tokens_at_every_position(ranks: Ranks, models: Path, layout: str, several: bool) -> None:
@@ -91,11 +100,7 @@ def test_given_tokens_at_every_position(ranks: Ranks, models: Path, layout: str,
     said = {one["place"][0]: one["said"] for one in answers if one["place"][2]}
     together = torch.cat([said[share] for share in sorted(said)])
     torch.testing.assert_close(together.double(), torch.cat(expected), atol=2e-5, rtol=0)
-    pieces = [one["gradient"] for one in answers]
-    gradient = assembled(pieces) if "megatron" in options else pieces[0]
-    for name, parameter in lm.named_parameters():
-        mine = gradient[name if "megatron" in options else f"lm.{name}"].double()
-        torch.testing.assert_close(mine, parameter.grad, atol=2e-4, rtol=1e-4, msg=name)
+    assert_learned(answers, lm)
 
 
 @pytest.mark.parametrize("mode", ["forward_kl_topk", "reverse_kl"])
@@ -123,8 +128,4 @@ def test_a_teachers_likeliest_tokens(ranks: Ranks, models: Path, layout: str, mo
     answers = ranks.run(jobs.distilled, str(models / "qwen3"), options, mode, most)
     said = {one["place"][0]: one["loss"] for one in answers if one["place"][2]}
     assert sum(said.values()) == pytest.approx(loss.item(), rel=1e-5)
-    pieces = [one["gradient"] for one in answers]
-    gradient = assembled(pieces) if "megatron" in options else pieces[0]
-    for name, parameter in lm.named_parameters():
-        mine = gradient[name if "megatron" in options else f"lm.{name}"].double()
-        torch.testing.assert_close(mine, parameter.grad, atol=2e-4, rtol=1e-4, msg=name)
+    assert_learned(answers, lm)
