@@ -21,7 +21,7 @@ from functools import cache, partial
 from types import FrameType
 from typing import Any, TypeVar
 
-from hydraflow.errors import ConfigError, Problem, shown
+from hydraflow.errors import ConfigError, shown
 from hydraflow.rewards.calling import RewardCall, config_of, load
 from hydraflow.rewards.config import RewardConfig
 from hydraflow.rewards.custom import BATCH_ARGUMENTS, absolute
@@ -117,35 +117,15 @@ class RewardCaller:
         self.call = load(config)
         self.at_once = self.call.at_once(config.max_concurrent)
 
-    def scored(self, rows: Sequence[Any]) -> Iterator[tuple[int, Result]]:
-        """Yields index and result of each row of a chunk."""
-        for number, row in enumerate(rows):
-            yield number, self._within_limits(number, 1, partial(self._score_row, row))
-
-    def scored_together(self, rows: Sequence[Any]) -> Iterator[tuple[int, Result]]:
-        """The same for a function that takes batches. The rows of a failed batch are retried one by one, so
-        that only those at fault fail."""
-        results = self._within_limits(0, len(rows), partial(_of_batch, self.call.function, rows))
-        if isinstance(results, list):
-            yield from enumerate(results)
-        elif len(rows) == 1:
-            yield 0, results
-        else:
-            for number, row in enumerate(rows):
-                alone = self._within_limits(number, 1, partial(_of_batch, self.call.function, [row]))
-                yield number, alone[0] if isinstance(alone, list) else alone
-
     def failed(self, error: BaseException) -> Result:
         """The result of a row whose function raised."""
         if isinstance(error, RowTimeout):
             return None, {}, f"took longer than {self.alarm.limit:g} seconds"
-        limit = f"; {_memory_limit(self._max_memory)}" if isinstance(error, MemoryError) else ""
-        return None, {}, cause_of(error, self.call.paths) + limit
+        return None, {}, cause_of(error, self.call.paths) + _memory_limit(error, self._max_memory)
 
-    def _score_row(self, row: Sequence[Any]) -> Result:
-        return read_value(self.call.of_row(row))
-
-    def _within_limits(self, number: int, rows: int, call: Callable[[], R]) -> R | Result:
+    def within_limits(self, number: int, rows: int, call: Callable[[], R]) -> R | Result:
+        """Calls a function that scores `rows` rows from `number` on; the result of a failed row if it
+        raises."""
         self.alarm.start()
         self.progress.note(number, self.alarm.began, self.alarm.waited, rows * self.alarm.limit)
         try:
@@ -171,13 +151,7 @@ def main(socket_number: int, shared: int) -> None:
         try:
             caller = RewardCaller(config, RowAlarm(config.timeout), progress)
         except ConfigError as error:
-            pool.send(
-                {
-                    "refused": [
-                        _problem_fields(problem, error, config.max_memory) for problem in error.problems
-                    ]
-                }
-            )
+            pool.send({"refused": _refusal(error, config.max_memory)})
             return
         pool.send({"pid": os.getpid(), "at_once": caller.at_once})
         _serve(pool, caller)
@@ -194,12 +168,11 @@ def supervised(socket_number: int, shared: int, leash: int) -> None:
 
 def _serve(pool: FrameSocket, caller: RewardCaller) -> None:
     if not caller.call.is_async:
-        score = caller.scored_together if caller.call.is_batched else caller.scored
         while True:
             rows = pool.receive()
             if caller.call.by_source:
                 load_scorers(row[0] for row in rows)
-            _send(pool, score(rows))
+            _send(pool, _scored(caller.call, rows, caller.within_limits))
     from hydraflow.rewards.concurrent import serve  # asyncio is slow to import
 
     serve(pool, caller)
@@ -224,14 +197,15 @@ def _limit_memory(gib: float) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
-def _memory_limit(gib: float) -> str:
-    return f"the limit is reward.max_memory={gib:g} GiB"
+def _memory_limit(error: BaseException | None, gib: float) -> str:
+    """What a message says besides the error."""
+    return f"; the limit is reward.max_memory={gib:g} GiB" if isinstance(error, MemoryError) else ""
 
 
-def _problem_fields(problem: Problem, error: ConfigError, max_memory: float) -> list[str]:
-    """(field, value, rule, remedy) of a problem."""
-    limit = f"; {_memory_limit(max_memory)}" if isinstance(error.__cause__, MemoryError) else ""
-    return [problem.field, shown(problem.value), problem.rule + limit, problem.remedy]
+def _refusal(error: ConfigError, max_memory: float) -> list[list[str]]:
+    """[field, value, rule, remedy] of each problem."""
+    limit = _memory_limit(error.__cause__, max_memory)
+    return [[one.field, shown(one.value), one.rule + limit, one.remedy] for one in error.problems]
 
 
 def cause_of(error: BaseException, paths: Sequence[str]) -> str:
@@ -243,6 +217,36 @@ def cause_of(error: BaseException, paths: Sequence[str]) -> str:
     return in_short(error) + where
 
 
+def score_here(call: RewardCall, rows: Sequence[Any]) -> list[Result]:
+    """Scores rows in this process without limits. A row whose function raises, even SystemExit, fails.
+    Quitting a debugger ends the run."""
+
+    def guarded(number: int, count: int, score: Callable[[], R]) -> R | Result:
+        try:
+            return score()
+        except BdbQuit:
+            raise
+        except (Exception, SystemExit) as error:  # as in a process of its own: the row fails, never the run
+            return None, {}, cause_of(error, call.paths)
+
+    return [result for _, result in _scored(call, rows, guarded)]
+
+
+def _scored(
+    call: RewardCall, rows: Sequence[Any], guarded: Callable[[int, int, Callable[[], Any]], Any]
+) -> Iterator[tuple[int, Result]]:
+    """Index and result of each row, scored one by one, or together by a function that takes batches. The rows
+    of a failed batch are retried one by one, so that only those at fault fail. `guarded`: see
+    `RewardCaller.within_limits`."""
+    if call.is_batched and len(rows) > 1:
+        together = guarded(0, len(rows), partial(_of_batch, call.function, rows))
+        if isinstance(together, list):
+            yield from enumerate(together)
+            return
+    for number, row in enumerate(rows):
+        yield number, guarded(number, 1, partial(_of_one, call, row))
+
+
 def _of_batch(function: Callable[..., Any], rows: Sequence[Any]) -> list[Result]:
     columns = map(list, zip(*rows, strict=True))
     values = list(function(**dict(zip(BATCH_ARGUMENTS, columns, strict=True))))
@@ -251,32 +255,11 @@ def _of_batch(function: Callable[..., Any], rows: Sequence[Any]) -> list[Result]
     return [read_value(value) for value in values]
 
 
-def score_here(call: RewardCall, rows: Sequence[Any]) -> list[Result]:
-    """Scores rows in this process without limits: one by one, or together by a function that takes batches. A
-    row whose function raises, even SystemExit, fails; the rows of a failed batch are retried one by one.
-    Quitting a debugger ends the run.
-    """
-    if call.is_batched and len(rows) > 1:
-        together = _guarded(call, partial(_of_batch, call.function, rows))
-        if isinstance(together, list):
-            return together
-    return [_guarded(call, partial(_of_one, call, row)) for row in rows]
-
-
 def _of_one(call: RewardCall, row: Any) -> Result:
     if call.is_batched:
         return _of_batch(call.function, [row])[0]
     value = call.of_row(row)
     return read_value(_runner().run(value) if call.is_async else value)
-
-
-def _guarded(call: RewardCall, work: Callable[[], R]) -> R | Result:
-    try:
-        return work()
-    except BdbQuit:
-        raise
-    except (Exception, SystemExit) as error:  # as in a process of its own: the row fails, never the run
-        return None, {}, cause_of(error, call.paths)
 
 
 @cache
