@@ -79,7 +79,7 @@ def call_filter(machine: str | None = None) -> bytes:
     if machine not in _ARCHITECTURES:
         raise ValueError(f"there is no filter of system calls for {machine}, only for x86_64 and aarch64")
     architecture, place = _ARCHITECTURES[machine]
-    steps = [_load(_ARCHITECTURE), _unless(architecture), _return(_KILL), _load(_NUMBER)]
+    steps = [_load(_ARCHITECTURE), (_EQUAL, 1, 0, architecture), _return(_KILL), _load(_NUMBER)]
     steps += [(_AT_LEAST, 0, 1, _X32), _fail(errno.ENOSYS)]
     for numbers in _REFUSED.values():
         if (number := numbers[place]) is not None:
@@ -109,11 +109,6 @@ def _load(place: int) -> Step:
 def _if(value: int, steps: int = 1) -> Step:
     """Skips `steps` instructions unless the loaded value equals `value`."""
     return _EQUAL, 0, steps, value
-
-
-def _unless(value: int) -> Step:
-    """Skips one instruction if the loaded value equals `value`."""
-    return _EQUAL, 1, 0, value
 
 
 def _return(what: int) -> Step:

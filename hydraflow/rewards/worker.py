@@ -111,11 +111,8 @@ class RewardProcess:
         except (EOFError, OSError, ValueError):
             rule = f"while it was imported, it {self.exit_reason()}"
         if greeting is None:
-            return [
-                Problem(
-                    self._path_key, self._path, rule, "correct the code that runs when the file is imported"
-                )
-            ]
+            remedy = "correct the code that runs when the file is imported"
+            return [Problem(self._path_key, self._path, rule, remedy)]
         if "refused" in greeting:
             return [Problem(*map(in_one_line, fields)) for fields in greeting["refused"]]
         self._queue_time, self.at_once = QueueTime(greeting["pid"]), greeting["at_once"]
