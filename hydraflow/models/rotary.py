@@ -60,7 +60,7 @@ def rotate_both(
         return _as_in_transformers(q, k, cos, sin, unsqueeze_dim)
     if rotated is None:
         kernels = kernels_for(q)
-        rotated = _Rotated.apply if kernels is None else kernels.rotated
+        rotated = partial(Rotated.apply, rotate if kernels is None else kernels.rotate)
     cos, sin = (one[:, :, None].expand(len(q), -1, 1, -1).flatten(0, 1) for one in (cos, sin))  # (B T, 1, d)
     if unsqueeze_dim == 2:
         return rotated(q, cos, sin), rotated(k, cos, sin)
@@ -68,22 +68,23 @@ def rotate_both(
     return of_q, of_k
 
 
-class _Rotated(torch.autograd.Function):
-    """(B, T, h, d), cos and sin (B T, 1, d)."""
+class Rotated(torch.autograd.Function):
+    """(B, T, h, d), cos and sin (B T, 1, d), with `rotate` or a kernel in its place."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, kernel: Callable[..., Tensor], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin, backward=False)
+        ctx.kernel = kernel
+        return kernel(x, cos, sin, backward=False)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotate(grads[0], cos, sin, backward=True), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None]:
+        return None, ctx.kernel(grads[0], *ctx.saved_tensors, backward=True), None, None
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backward: bool) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backward: bool) -> Tensor:
+    """(B, T, h, d) rotated by cos and sin (B T, 1, d), or its gradient."""
     found = x.new_empty(x.shape)
     rows, out = x.flatten(0, 1), found.flatten(0, 1)  # (B T, h, d)
     half = rows.shape[-1] // 2

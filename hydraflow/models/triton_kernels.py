@@ -33,20 +33,39 @@ def try_out(device: str | torch.device) -> None:
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """`norms.rms_norm`: (..., H) to (..., H)."""
-    found: Tensor = _Norm.apply(x, weight, epsilon)
-    return found
+    return _Norm.apply(x, weight, epsilon)
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """(B, T, h, d) rotated by cos and sin (B T, 1, d)."""
-    found: Tensor = _Rotation.apply(x, cos, sin)
-    return found
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backward: bool) -> Tensor:
+    """`rotary.rotate`: (B, T, h, d) rotated by cos and sin (B T, 1, d), or its gradient."""
+    rows = x.flatten(0, 1)  # (B T, h, d)
+    if rows.stride(-1) != 1:
+        rows = rows.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    count, heads, width = rows.shape
+    assert width % 2 == 0 and cos.numel() == sin.numel() == count * width
+    block, half = triton.next_power_of_2(heads), triton.next_power_of_2(width // 2)
+    if out.numel():
+        _rotation[count,](
+            rows,
+            cos.contiguous(),
+            sin.contiguous(),
+            out,
+            rows.stride(0),
+            rows.stride(1),
+            heads,
+            width // 2,
+            BACKWARD=backward,
+            HEADS=block,
+            HALF=half,
+            num_warps=4 if block * half < _TILE else _warps(block * half),
+        )
+    return out
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`, (..., I) each."""
-    found: Tensor = _Gate.apply(gate, up)
-    return found
+    return _Gate.apply(gate, up)
 
 
 def score(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,18 +156,6 @@ class _Norm(torch.autograd.Function):
         return out, of_weight.sum(0).to(weight.dtype) if trained else None, None
 
 
-class _Rotation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin, backward=False)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _rotate(grads[0], *ctx.saved_tensors, backward=True), None, None
-
-
 class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -181,32 +188,6 @@ def _tile(width: int) -> tuple[int, int]:
 def _warps(numbers: int) -> int:
     """Warps of a program with this many numbers, at least a tile, in registers."""
     return 8 if numbers <= 2 * _TILE else 16
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backward: bool) -> Tensor:
-    rows = x.flatten(0, 1)  # (B T, h, d)
-    if rows.stride(-1) != 1:
-        rows = rows.contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    count, heads, width = rows.shape
-    assert width % 2 == 0 and cos.numel() == sin.numel() == count * width
-    block, half = triton.next_power_of_2(heads), triton.next_power_of_2(width // 2)
-    if out.numel():
-        _rotation[count,](
-            rows,
-            cos.contiguous(),
-            sin.contiguous(),
-            out,
-            rows.stride(0),
-            rows.stride(1),
-            heads,
-            width // 2,
-            BACKWARD=backward,
-            HEADS=block,
-            HALF=half,
-            num_warps=4 if block * half < _TILE else _warps(block * half),
-        )
-    return out
 
 
 @triton.jit

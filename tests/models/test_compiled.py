@@ -24,22 +24,27 @@ from hydraflow.models.rotary import replace_rotations, rotate_both, rotate_half
 
 EXACT: dict[str, Callable[..., Tensor]] = {
     "rms_norm": lambda x, weight: weight * x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt(),
-    "rotated": lambda x, cos, sin: x * cos.view(2, -1, 1, 8) + rotate_half(x) * sin.view(2, -1, 1, 8),
+    "rotated": lambda x, cos, sin: (
+        x * cos.view(2, -1, 1, x.shape[-1]) + rotate_half(x) * sin.view(2, -1, 1, x.shape[-1])
+    ),
     "swiglu": lambda gate, up: gate * gate.sigmoid() * up,
 }
 
 
-def given(name: str, rows: int, dtype: torch.dtype) -> tuple[list[Tensor], Callable[..., Tensor]]:
-    """Arguments of the function for two sequences of so many rows, and the function."""
+def arguments_of(name: str, rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+    """Arguments of the function for two sequences of so many rows."""
     draw = torch.Generator().manual_seed(rows)
     shapes = {
-        "rms_norm": [(2, rows, 8), (8,)],
-        "rotated": [(2, rows, 3, 8), (2 * rows, 1, 8), (2 * rows, 1, 8)],
-        "swiglu": [(2, rows, 8), (2, rows, 8)],
+        "rms_norm": [(2, rows, width), (width,)],
+        "rotated": [(2, rows, 3, width), (2 * rows, 1, width), (2 * rows, 1, width)],
+        "swiglu": [(2, rows, width), (2, rows, width)],
     }[name]
+    return [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def compiled_function(name: str) -> Callable[..., Tensor]:
     function = getattr(compiled, name)
-    arguments = [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]
-    return arguments, (lambda *args: function(*args, 1e-3)) if name == "rms_norm" else function
+    return (lambda *args: function(*args, 1e-3)) if name == "rms_norm" else function
 
 
 def with_gradients(function: Callable[..., Tensor], arguments: list[Tensor]) -> list[Tensor]:
@@ -47,6 +52,14 @@ def with_gradients(function: Callable[..., Tensor], arguments: list[Tensor]) -> 
     trained = [x.detach().requires_grad_() for x in arguments[: 1 if len(arguments) == 3 else 2]]
     out = function(*trained, *arguments[len(trained) :])
     return [out, *torch.autograd.grad(out.pow(3).sum(), trained)]
+
+
+def assert_exact(name: str, function: Callable[..., Tensor], given: list[Tensor], relative: float) -> None:
+    mine = with_gradients(function, given)
+    exact = with_gradients(EXACT[name], [x.double() for x in given])
+    for found, wanted in zip(mine, exact, strict=True):
+        assert found.dtype == given[0].dtype and found.shape == wanted.shape
+        assert (found.double() - wanted).norm() < relative * wanted.norm()
 
 
 @pytest.mark.slow(short=True)
@@ -60,18 +73,13 @@ def test_values_and_gradients_are_those_of_float64_from_one_kernel(
     dynamo.reset()
     counters.clear()
     for rows in (5, 9, 30, 1):
-        arguments, function = given(name, rows, dtype)
-        mine = with_gradients(function, arguments)
-        exact = with_gradients(EXACT[name], [x.double() for x in arguments])
-        for found, wanted in zip(mine, exact, strict=True):
-            assert found.dtype == dtype and found.shape == wanted.shape
-            assert (found.double() - wanted).norm() < relative * wanted.norm()
+        assert_exact(name, compiled_function(name), arguments_of(name, rows, 8, dtype), relative)
         assert rows == 1 or counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.slow(short=True)
 def test_what_was_rotated_may_be_changed_in_place() -> None:
-    (x, cos, sin), rotated = given("rotated", 3, torch.float32)
+    (x, cos, sin), rotated = arguments_of("rotated", 3, 8, torch.float32), compiled.rotated
     q, k = x.requires_grad_(), x[:, :, :2]
     cos, sin = cos.view(2, 3, 8), sin.view(2, 3, 8)
     once, _ = rotate_both(q, k, cos, sin, 2, rotated)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -17,11 +18,13 @@ if importlib.util.find_spec("triton") is None:
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it while it is imported
 
+from models.test_compiled import arguments_of, assert_exact
+
 from hydraflow.models import kernel_head, triton_kernels
 from hydraflow.models.ask import LOG_PROBS, Ask
 from hydraflow.models.fused_head import FusedHead, HeadWork
 from hydraflow.models.kernel_head import KernelHead
-from hydraflow.models.rotary import rotate_half
+from hydraflow.models.rotary import Rotated
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TYPES = pytest.mark.parametrize(
@@ -29,45 +32,28 @@ TYPES = pytest.mark.parametrize(
     [(torch.float32, 1e-5), (torch.bfloat16, 0.02), (torch.float16, 0.003)],
     ids=["fp32", "bf16", "fp16"],
 )
-EXACT: dict[str, Callable[..., Tensor]] = {
-    "rms_norm": lambda x, weight: weight * x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt(),
-    "rotated": lambda x, cos, sin: x * cos.view(2, -1, 1, 12) + rotate_half(x) * sin.view(2, -1, 1, 12),
-    "swiglu": lambda gate, up: gate * gate.sigmoid() * up,
-}
-SHAPES: dict[str, list[tuple[int, ...]]] = {
-    "rms_norm": [(2, 7, 5, 12), (12,)],
-    "rotated": [(2, 7, 3, 12), (14, 1, 12), (14, 1, 12)],
-    "swiglu": [(2, 7, 12), (2, 7, 12)],
+KERNELS: dict[str, Callable[..., Tensor]] = {
+    "rms_norm": lambda x, weight: triton_kernels.rms_norm(x, weight, 1e-3),
+    "rotated": partial(Rotated.apply, triton_kernels.rotate),
+    "swiglu": triton_kernels.swiglu,
 }
 
 
 @TYPES
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", KERNELS)
 def test_values_and_gradients_are_those_of_float64(name: str, dtype: torch.dtype, relative: float) -> None:
-    draw = torch.Generator().manual_seed(0)
-    given = [torch.randn(shape, generator=draw).to(DEVICE, dtype) for shape in SHAPES[name]]
-    trained = 1 if name == "rotated" else 2
-
-    def results(function: Callable[..., Tensor], arguments: list[Tensor]) -> list[Tensor]:
-        leaves = [one.detach().requires_grad_() for one in arguments[:trained]]
-        out = function(*leaves, *arguments[trained:])
-        return [out, *torch.autograd.grad(out.pow(3).sum(), leaves)]
-
-    kernel = getattr(triton_kernels, name)
-    mine = results((lambda x, w: kernel(x, w, 1e-3)) if name == "rms_norm" else kernel, given)
-    exact = results(EXACT[name], [one.double() for one in given])
-    for found, wanted in zip(mine, exact, strict=True):
-        assert found.dtype == dtype and found.shape == wanted.shape
-        assert (found.double() - wanted).norm() < relative * wanted.norm()
+    given = [one.to(DEVICE) for one in arguments_of(name, 7, 12, dtype)]
+    assert_exact(name, KERNELS[name], given, relative)
 
 
 def test_heads_that_lie_before_rows_are_rotated_alike() -> None:
     x = torch.randn(1, 3, 5, 8, device=DEVICE)
     cos, sin = torch.randn(2, 5, 1, 8, device=DEVICE)
     turned = x.transpose(1, 2)
-    assert torch.equal(
-        triton_kernels.rotated(turned, cos, sin), triton_kernels.rotated(turned.contiguous(), cos, sin)
+    mine, theirs = (
+        triton_kernels.rotate(one, cos, sin, backward=False) for one in (turned, turned.contiguous())
     )
+    assert torch.equal(mine, theirs)
 
 
 @TYPES
