@@ -10,7 +10,6 @@ are checked when they are loaded (`loading.read_weights`).
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,17 +82,9 @@ def _require_fit(
     directory: Path, model: ModelSourceConfig, config: PreTrainedConfig, *, head: str, field: str
 ) -> None:
     path = str(model.path)
-    try:
+    with loading.readable_weights(model.path, OSError, ValueError, RuntimeError, field=field):
         files = files_to_load(directory)
         stored = empty_tensors(files)
-    except ConfigError:
-        raise
-    except pickle.UnpicklingError as error:
-        rule = f"its weights hold more than tensors, which was not executed: {loading.refused_content(error)}"
-        raise ConfigError.one(f"{field}.path", model.path, rule) from error
-    except (OSError, ValueError, RuntimeError) as error:
-        rule = f"its weights cannot be read: {first_line(error)}"
-        raise ConfigError.one(f"{field}.path", model.path, rule) from error
     if not files:
         known = "model.safetensors, pytorch_model.bin, or the shards of an index"
         rule = f"none of its weight files has a name that transformers loads: {known}"

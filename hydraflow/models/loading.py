@@ -305,24 +305,33 @@ def _load_lm(
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
+    with readable_weights(path, OSError, SafetensorError, field=field), quiet_transformers():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            output_loading_info=True,
+            trust_remote_code=trust,
+            ignore_mismatched_sizes=True,
+            weights_only=True,
+        )
+    return loaded
+
+
+@contextmanager
+def readable_weights(path: str | None, *faults: type[Exception], field: str) -> Iterator[None]:
+    """Raises ConfigError when the weights of a model cannot be read, which raises one of `faults`, or when a
+    pickle holds more than tensors."""
     try:
-        with quiet_transformers():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path,
-                config=config,
-                dtype=dtype,
-                output_loading_info=True,
-                trust_remote_code=trust,
-                ignore_mismatched_sizes=True,
-                weights_only=True,
-            )
+        yield
+    except ConfigError:
+        raise
     except pickle.UnpicklingError as error:
         rule = f"its weights hold more than tensors, which was not executed: {refused_content(error)}"
         raise ConfigError.one(f"{field}.path", path, rule) from error
-    except (OSError, SafetensorError) as error:
+    except faults as error:
         rule = f"its weights cannot be read: {first_line(error)}"
         raise ConfigError.one(f"{field}.path", path, rule) from error
-    return loaded
 
 
 @contextmanager
