@@ -92,7 +92,7 @@ def cached_eager_attention(
         return _of_groups(cached_eager_attention, module, query, key, value, **others)
     # what transformers calls for `eager`: a global of the file that defines the layer's forward
     eager = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
-    return eager(module, query, key, value, attention_mask, **others)  # type: ignore[no-any-return]
+    return eager(module, query, key, value, attention_mask, **others)
 
 
 def _of_groups(

@@ -58,7 +58,7 @@ class LeanForward:
         sin = torch.cat([sin[..., : sin.shape[-1] // 2].neg(), sin[..., sin.shape[-1] // 2 :]], -1)
         for layer, *cached in zip(self._layers, *(cache.layers for cache in caches), strict=True):
             x = layer(x, cached, masks, cos, sin)
-        return self._head(_norm(x, *_norm_of(self._backbone.norm)))  # type: ignore[no-any-return, misc]
+        return self._head(_norm(x, *_norm_of(self._backbone.norm)))  # type: ignore[misc]
 
 
 class _Layer:
@@ -79,7 +79,7 @@ class _Layer:
     ) -> Tensor:
         x = x + self._attend(_norm(x, *self._before), cached, masks, cos, sin)
         gate, up = linear(_norm(x, *self._between), *self._gate_up).chunk(2, -1)
-        return x + self._down(self._act(gate).mul_(up))  # type: ignore[no-any-return]
+        return x + self._down(self._act(gate).mul_(up))
 
     def _attend(
         self, x: Tensor, cached: Sequence[Any], masks: Sequence[Tensor], cos: Tensor, sin: Tensor
@@ -95,7 +95,7 @@ class _Layer:
         q, k = turned[:, :-keys].view(rows, keys, -1, dim), turned[:, -keys:, None]
         parts = zip(q.split(sizes), k.split(sizes), v[:, :, None].split(sizes), cached, masks, strict=True)
         found = [self._attend_to(*part) for part in parts]
-        return self._out(torch.cat(found) if len(found) > 1 else found[0])  # type: ignore[no-any-return]
+        return self._out(torch.cat(found) if len(found) > 1 else found[0])
 
     def _attend_to(self, q: Tensor, k: Tensor, v: Tensor, cached: Any, mask: Tensor) -> Tensor:
         """(b, hd) of the rows of one cache."""

@@ -225,8 +225,7 @@ def _varlen(
         bounds = (plan.boundaries, plan.boundaries, plan.longest, plan.longest)
         more: dict[str, Any] = dict(causal=True, window_size=span, deterministic=True)
         return flash(q, k, v, *bounds, softmax_scale=scale, **more)
-    out: torch.Tensor = _Varlen.apply(q.contiguous(), k.contiguous(), v.contiguous(), plan, scale, window)
-    return out
+    return _Varlen.apply(q.contiguous(), k.contiguous(), v.contiguous(), plan, scale, window)
 
 
 class _Varlen(torch.autograd.Function):

@@ -35,18 +35,15 @@ def replace_gates(model: nn.Module, *, compile: bool = False) -> None:
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`, (..., I) each."""
-    if (kernels := kernels_for(gate)) is None:
-        return F.silu(gate) * up
-    found: Tensor = kernels.swiglu(gate, up)
-    return found
+    kernels = kernels_for(gate)
+    return F.silu(gate) * up if kernels is None else kernels.swiglu(gate, up)
 
 
 def _forward(self: Any, function: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
-    found: Tensor = self.down_proj(function(self.gate_proj(x), self.up_proj(x)))
-    return found
+    return self.down_proj(function(self.gate_proj(x), self.up_proj(x)))
 
 
 def _as_in_transformers(self: Any, x: Tensor) -> Tensor:
     """A verbatim copy of LlamaMLP.forward, whose bytecode is compared with that of others."""
     down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-    return down_proj  # type: ignore[no-any-return]
+    return down_proj

@@ -54,10 +54,7 @@ class PolicyModel(nn.Module):
         process = partial(shape_logits, config=self.lm.config)
         work = HeadWork(ask, process, chunk, trains=torch.is_grad_enabled())
         function = KernelHead if suits(hidden, batch.targets, work) else FusedHead
-        found: tuple[torch.Tensor, torch.Tensor | None] = function.apply(
-            hidden, head.weight, head.bias, batch.targets, work
-        )
-        return found
+        return function.apply(hidden, head.weight, head.bias, batch.targets, work)
 
     def _by_module(
         self, hidden: torch.Tensor, targets: torch.Tensor, ask: Ask, chunk: int

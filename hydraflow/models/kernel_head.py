@@ -67,7 +67,7 @@ class KernelHead(torch.autograd.Function):
 
         def gradient_of(part: slice) -> torch.Tensor:
             logits = linear(hidden[part], weight, bias) if kept is None else kept
-            gradient: torch.Tensor = kernels.score_gradient(
+            return kernels.score_gradient(
                 logits,
                 targets[part],
                 (entropies[part], sums[part]),
@@ -76,6 +76,5 @@ class KernelHead(torch.autograd.Function):
                 ctx.work.ask.temperature,
                 logits if kept is None else torch.empty_like(logits),
             )
-            return gradient
 
         return (*head_gradients(ctx, gradient_of), None, None)

@@ -56,8 +56,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`: (..., K), (N, K) and (N,) to (..., N)."""
     if not gains(x, weight):
         return F.linear(x, weight, bias)
-    found: Tensor = _Product.apply(x, weight, bias)
-    return found
+    return _Product.apply(x, weight, bias)
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor) -> Tensor:

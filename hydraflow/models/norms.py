@@ -39,8 +39,7 @@ class RMSNorm(nn.Module):
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """(..., H) to (..., H), normalised over the last dimension."""
     kernels = kernels_for(x) if x.dtype == weight.dtype else None
-    normed: Tensor = (_Normed.apply if kernels is None else kernels.rms_norm)(x, weight, epsilon)
-    return normed
+    return (_Normed.apply if kernels is None else kernels.rms_norm)(x, weight, epsilon)
 
 
 def replace_norms(model: nn.Module, *, compile: bool = False) -> None:
@@ -91,7 +90,7 @@ def _as_in_transformers(self: Any, hidden_states: Tensor) -> Tensor:
     hidden_states = hidden_states.to(torch.float32)
     variance = hidden_states.pow(2).mean(-1, keepdim=True)
     hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-    return self.weight * hidden_states.to(input_dtype)  # type: ignore[no-any-return]
+    return self.weight * hidden_states.to(input_dtype)
 
 
 def steps_of(function: Any) -> tuple[Any, ...] | None:
