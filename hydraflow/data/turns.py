@@ -49,7 +49,7 @@ def find_turn(
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     if list(encoded["input_ids"]) != list(whole):
         return None
-    start = _common_prefix(before, whole)
+    start = len(os.path.commonprefix([list(before), list(whole)]))
     opened, plain = text_of(chat[:turn], True), text_of(chat[:turn], False)
     # not opened.removeprefix(plain): `plain` may have an end token that `opened` lacks
     prompt = opened[len(os.path.commonprefix([opened, plain])) :]
@@ -69,13 +69,3 @@ def find_turn(
         if control not in content:
             return None  # the end of another turn
     return None
-
-
-def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the common prefix.
-
-    >>> _common_prefix([1, 2, 3], [1, 2, 4, 5])
-    2
-    """
-    pairs = zip(one, other)
-    return next((i for i, (mine, its) in enumerate(pairs) if mine != its), min(len(one), len(other)))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from data.test_conversations import write
 from known_columns import assert_as_documented
 from transformers import PreTrainedTokenizerFast
 
@@ -29,11 +29,6 @@ def row(prompt: Any, source: str = "arithmetic", **more: Any) -> dict[str, Any]:
         "reward_model": {"style": "rule", "ground_truth": "042"},
         **more,
     }
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return path
 
 
 @pytest.fixture
