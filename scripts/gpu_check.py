@@ -431,9 +431,11 @@ def fused_head(device: torch.device, size: str) -> bool:
 
 def sampler(engine: FSDPEngine, device: torch.device, dtype: torch.dtype) -> Any:
     """A generation engine with the trainer's weights."""
-    from hydraflow.generation.native import NativeEngine
+    from hydraflow.generation.base import EngineSpec
+    from hydraflow.generation.config import RolloutConfig
+    from hydraflow.generation.native import build
 
-    native = NativeEngine.from_config(engine.module.hf.config, device=device, dtype=dtype)
+    native = build(engine.module.hf.config, EngineSpec(RolloutConfig(), device, dtype, None, longest_row=64))
     native.update_weights(engine.weights())
     return native
 

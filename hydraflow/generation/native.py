@@ -95,36 +95,6 @@ class NativeEngine:
         self._empty: dict[Tensor, torch.Size] = {}
         """While it sleeps: its weights and their shapes."""
 
-    @classmethod
-    def from_config(
-        cls,
-        config: PreTrainedConfig,
-        *,
-        device: torch.device | str,
-        dtype: torch.dtype,
-        max_num_seqs: int = 1024,
-        generation_config: GenerationConfig | None = None,
-        tokenizer: TokenizersBackend | None = None,
-        field: str | None = None,
-        trust: bool = False,
-    ) -> NativeEngine:
-        """An engine without weights: call `update_weights` before `generate`. Reads no files and draws no
-        random numbers.
-
-        field: the engine's configuration key, for the message of the log-probability check at the first
-        weights; None: no check. trust: run the model's own code.
-        """
-        config = copy.deepcopy(config)
-        # the trainer may have set its own attention, which supports packed rows but no cache
-        config._attn_implementation = "eager" if soft_capped(config) else None
-        model = unfilled_model(config, device=device, dtype=dtype, trust=trust)
-        widen_buffers(model)
-        engine = cls(
-            model, max_num_seqs=max_num_seqs, generation_config=generation_config, tokenizer=tokenizer
-        )
-        engine._not_ready, engine._unchecked = NO_WEIGHTS, field
-        return engine
-
     def generate(self, request: GenerationRequest, params: SamplingParams) -> GenerationOutput:
         """Samples every prompt. See `GenerationOutput` for the order of rows.
 
@@ -248,21 +218,25 @@ class NativeEngine:
 
 
 def build(config: PreTrainedConfig, spec: EngineSpec) -> NativeEngine:
-    """The engine of a rollout process. ConfigError for a model that it cannot sample from."""
+    """The engine of a rollout process, without weights: call `update_weights` before `generate`. Reads no
+    files and draws no random numbers. ConfigError for a model that it cannot sample from."""
+    config = copy.deepcopy(config)
+    # the trainer may have set its own attention, which supports packed rows but no cache
+    config._attn_implementation = "eager" if soft_capped(config) else None
+    model = unfilled_model(config, device=spec.device, dtype=spec.dtype, trust=spec.trust_remote_code)
+    widen_buffers(model)
     field = f"{spec.section}.name"
     try:
-        return NativeEngine.from_config(
-            config,
-            device=spec.device,
-            dtype=spec.dtype,
+        engine = NativeEngine(
+            model,
             max_num_seqs=spec.rollout.max_num_seqs,
             generation_config=spec.generation_config,
             tokenizer=spec.tokenizer,
-            field=field,
-            trust=spec.trust_remote_code,
         )
     except NoCache as error:
         raise not_sampled(config.model_type, field, str(error)) from error
+    engine._not_ready, engine._unchecked = NO_WEIGHTS, field
+    return engine
 
 
 def end_tokens(generation_config: GenerationConfig | None, config: PreTrainedConfig) -> tuple[int, ...]:

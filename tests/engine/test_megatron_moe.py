@@ -25,6 +25,7 @@ from engine.megatron_models import GROUPED, LATENT, MIXTURES, QWEN, SCORE, save_
 from engine.megatron_models import of_mixtures as sizes
 from engine.megatron_ways import Oracle, assert_near, check
 from engine.pool import Ranks
+from generation.test_native import empty
 from model_merger.directories import assert_same_bits, merge, read
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -39,7 +40,6 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from hydraflow.generation.native import NativeEngine
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 
@@ -239,7 +239,7 @@ def test_biases_of_routers_are_never_rounded(pools: dict[int, Ranks], models: Pa
         tensors = pools[2].run(weights_to, str(path), options)[0][0]
         others = {tensor.dtype for other, tensor in tensors.items() if other != name}
         assert torch.equal(tensors[name], wanted) and others == {torch.bfloat16}
-        sampler = NativeEngine.from_config(FAMILIES["deepseek_v3"], device="cpu", dtype=torch.bfloat16)
+        sampler = empty(FAMILIES["deepseek_v3"], torch.bfloat16)
         sampler.update_weights(tensors.items())
         assert all(torch.equal(held, tensors[other]) for other, held in sampler.held().items())
 

@@ -1,5 +1,6 @@
 """The engine against plain forwards of the same models, and its promise that neighbours do not matter."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,7 @@ from hydraflow.protocol import ragged
 from hydraflow.weights.buckets import BucketMemory, BucketOptions, FlatBucket, Weight, into_buckets
 from scripts.tiny_types import save_tiny, tiny_config
 
+Sample = Callable[[GenerationRequest, SamplingParams], GenerationOutput]
 VOCABULARY = 23
 END = 1
 SMALL = dict(
@@ -105,6 +107,18 @@ def make(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTra
     return model.eval()
 
 
+def empty(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> NativeEngine:
+    """As a run builds it, without weights."""
+    return build(config, EngineSpec(RolloutConfig(), torch.device("cpu"), dtype, None, longest_row=64))
+
+
+def add_noise(model: PreTrainedModel, seed: int, size: float = 0.1) -> None:
+    """Changes every tensor of the model."""
+    for number, parameter in enumerate(model.parameters()):
+        draw = torch.Generator().manual_seed(100 * seed + number)
+        parameter.data.add_(torch.randn(parameter.shape, generator=draw) * size)
+
+
 @pytest.fixture(scope="module")
 def engine() -> NativeEngine:
     return NativeEngine(make(CONFIGS["qwen3 tied"]))
@@ -130,6 +144,18 @@ def expected_log_probs(
     return (logits.double() / temperature).log_softmax(-1).gather(1, response[:, None])[:, 0]
 
 
+def largest_gap(
+    model: PreTrainedModel, request: GenerationRequest, output: GenerationOutput, temperature: float
+) -> float:
+    """Between the log-probabilities and those of plain forwards."""
+    owner = [prompt for prompt, n in zip(request.prompts, request.samples) for _ in range(n)]
+    found = zip(owner, ragged.rows(output.responses), ragged.rows(output.log_probs), strict=True)
+    return max(
+        float((log_probs - expected_log_probs(model, prompt, row, temperature)).abs().max())
+        for prompt, row, log_probs in found
+    )
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_are_those_of_a_forward_over_the_whole_sequence(name: str, temperature: float) -> None:
@@ -137,11 +163,8 @@ def test_log_probs_are_those_of_a_forward_over_the_whole_sequence(name: str, tem
     request = make_request([3, 8, 5, 6, 8, 17, 1], samples=3)
     params = SamplingParams(max_tokens=12, temperature=temperature, top_k=9, top_p=0.95, ignore_eos=True)
     output = NativeEngine(model).generate(request, params)
-    log_probs = ragged.rows(output.log_probs)
-    for i, response in enumerate(ragged.rows(output.responses)):
-        expected = expected_log_probs(model, request.prompts[i // 3], response, temperature)
-        assert len(response) == 12
-        assert float((log_probs[i] - expected).abs().max()) < 1e-4, f"prompt {i // 3}"
+    assert ragged.lengths(output.responses).tolist() == [12] * 21
+    assert largest_gap(model, request, output, temperature) < 1e-4
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -160,14 +183,19 @@ def test_greedy_follows_the_argmax_of_plain_forwards(name: str) -> None:
         )
 
 
-def test_samples_follow_the_distribution(engine: NativeEngine) -> None:
-    """4000 first tokens of one prompt: each share within 4.5 standard deviations of its probability."""
+def assert_samples_follow_the_distribution(sample: Sample, model: PreTrainedModel) -> None:
+    """4000 first tokens of one prompt: each share within 4.5 standard deviations of its probability. Draws
+    that depend on each other would not be."""
     request = GenerationRequest([torch.tensor([5, 9, 3])], [4000], [(1, "x")])
-    output = engine.generate(request, SamplingParams(max_tokens=1))
+    output = sample(request, SamplingParams(max_tokens=1))
     shares = torch.bincount(ragged.parts(output.responses)[0], minlength=VOCABULARY) / 4000
     with torch.no_grad():
-        probs = engine._model(input_ids=request.prompts[0][None]).logits[0, -1].softmax(-1)
+        probs = model(input_ids=request.prompts[0][None]).logits[0, -1].softmax(-1)
     assert float(((shares - probs) / (probs * (1 - probs) / 4000).sqrt()).abs().max()) < 4.5
+
+
+def test_samples_follow_the_distribution(engine: NativeEngine) -> None:
+    assert_samples_follow_the_distribution(engine.generate, engine._model)
 
 
 def generate_part(
@@ -378,17 +406,13 @@ def in_buckets(model: PreTrainedModel, max_bytes: int = 10**6) -> list[list[Weig
 def test_attention_scores_keep_their_cap() -> None:
     config = Gemma2Config(**SMALL, sliding_window=6, query_pre_attn_scalar=8, attn_logit_softcapping=0.2)
     model, request = make(config), make_request([4, 6, 11])
-    engine = NativeEngine.from_config(config, device="cpu", dtype=torch.float32)
+    engine = empty(config)
     engine.update_weights(weights(model).items())
     output = engine.generate(request, SamplingParams(max_tokens=9, ignore_eos=True))
     gaps = {}
     for attention in ("eager", "sdpa"):  # the second drops the cap
         model.set_attn_implementation(attention)
-        found = zip(request.prompts, ragged.rows(output.responses), ragged.rows(output.log_probs))
-        gaps[attention] = max(
-            float((log_probs - expected_log_probs(model, prompt, row, 1.0)).abs().max())
-            for prompt, row, log_probs in found
-        )
+        gaps[attention] = largest_gap(model, request, output, 1.0)
     assert gaps["eager"] < 1e-4 and gaps["sdpa"] > 1e-2
 
 
@@ -396,22 +420,19 @@ def test_attention_scores_keep_their_cap() -> None:
 def test_an_engine_from_a_configuration_samples_as_the_model_once_it_has_its_weights(name: str) -> None:
     model = make(CONFIGS[name])
     state = torch.random.get_rng_state()
-    empty = NativeEngine.from_config(CONFIGS[name], device="cpu", dtype=torch.float32)
+    engine = empty(CONFIGS[name])
     assert torch.equal(state, torch.random.get_rng_state())
     with pytest.raises(RuntimeError, match="no weights yet"):
-        empty.generate(make_request([3]), SamplingParams(max_tokens=2))
-    empty.update_weights(weights(model).items())
+        engine.generate(make_request([3]), SamplingParams(max_tokens=2))
+    engine.update_weights(weights(model).items())
     request, params = make_request([3, 9], samples=4), SamplingParams(max_tokens=10)
-    assert rows(empty.generate(request, params)) == rows(NativeEngine(model).generate(request, params))
+    assert rows(engine.generate(request, params)) == rows(NativeEngine(model).generate(request, params))
 
 
-def started(kind: str, dtype: torch.dtype, folder: Path) -> NativeEngine:
+def start(kind: str, dtype: torch.dtype, folder: Path) -> None:
     """As a run starts it, with its first weights; the model is tiny."""
     model = save_tiny(tiny_config(kind), folder)
-    spec = EngineSpec(RolloutConfig(), torch.device("cpu"), dtype, None, longest_row=64)
-    engine = build(model.config, spec)
-    engine.update_weights(weights(model).items())
-    return engine
+    empty(model.config, dtype).update_weights(weights(model).items())
 
 
 @pytest.mark.parametrize(
@@ -427,7 +448,7 @@ def test_models_whose_state_is_kept_in_another_way_are_refused(kind: str, why: s
     """None in a cache, inside of the model, and in parts of a cache whose rows cannot be chosen; the last is
     known to be wrong in few rows."""
     with pytest.raises(ConfigError, match=f"cannot sample from models of type {kind}: {why}") as raised:
-        started(kind, torch.float32, tmp_path)
+        start(kind, torch.float32, tmp_path)
     assert raised.value.problems[0].field == "actor_rollout_ref.rollout.name"
 
 
@@ -436,7 +457,7 @@ def test_rounding_to_bfloat16_hides_no_wrong_numbers(kind: str, tmp_path: Path) 
     """The first two are wrong by 0.1 to 0.2 in the median: less than what rounding may do to some tokens."""
     wrong = kind in ("bamba", "recurrent_gemma")
     with pytest.raises(ConfigError, match="log-probabilities are off by") if wrong else nullcontext():
-        started(kind, torch.bfloat16, tmp_path)
+        start(kind, torch.bfloat16, tmp_path)
 
 
 def test_state_that_shows_only_in_a_second_call_is_found(engine: NativeEngine) -> None:
@@ -474,7 +495,7 @@ def test_what_wakes_up_samples_as_before(name: str) -> None:
 def test_a_sleeping_engine_needs_no_memory_for_its_weights() -> None:
     large = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 20_000}
     config = LlamaConfig(**large, num_attention_heads=8, num_key_value_heads=8)
-    engine = NativeEngine.from_config(config, device="cpu", dtype=torch.float32)
+    engine = empty(config)
     shapes = {name: tensor.shape for name, tensor in engine.held().items()}
     size = sum(4 * shape.numel() for shape in shapes.values())
     assert size > 150e6
@@ -494,7 +515,7 @@ def test_a_sleeping_engine_needs_no_memory_for_its_weights() -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen3 tied"])
 def test_weights_may_come_in_parts_of_which_none_may_be_missing(name: str) -> None:
     model = make(CONFIGS[name])
-    engine = NativeEngine.from_config(CONFIGS[name], device="cpu", dtype=torch.float32)
+    engine = empty(CONFIGS[name])
     first, second, *others = in_buckets(model, max_bytes=1000)
     assert first[0][0] == second[0][0] == "model.embed_tokens.weight"
     engine.update_weights(first, last=False)
