@@ -74,7 +74,7 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _MODEL = "actor_rollout_ref.model"
 _SPECULATION = "the trainer, which needs every token's log-probability from the model itself"
 _WHOLE_WEIGHTS = "the trainer, whose weights are not quantised"
-_MERGED = "the actor, which sends merged weights"
+_PLACEMENT = "the placement of roles"
 _TOKENIZER = "the trainer, which has the tokenizer"
 VLLM_ARGUMENTS = {
     "model": "actor_rollout_ref.model.path",
@@ -98,10 +98,10 @@ VLLM_ARGUMENTS = {
     "pipeline_parallel_size": f"{_ROLLOUT}.pipeline_model_parallel_size",
     "load_format": "the actor, which sends the weights",
     "skip_tokenizer_init": _TOKENIZER,
-    "distributed_executor_backend": "the placement of roles",
+    "distributed_executor_backend": _PLACEMENT,
     "worker_extension_cls": "the trainer's own extension",
-    "enable_sleep_mode": "the placement of roles",
-    "disable_custom_all_reduce": "the placement of roles",
+    "enable_sleep_mode": _PLACEMENT,
+    "disable_custom_all_reduce": _PLACEMENT,
     "logprobs_mode": "the trainer: softmax(logits / temperature) before top-k and top-p",
     "disable_log_stats": "the trainer, which reads no statistics of vLLM",
     "speculative_config": _SPECULATION,
@@ -109,7 +109,7 @@ VLLM_ARGUMENTS = {
     "enable_lora": f"{_MODEL}.lora.merge",
     "max_lora_rank": f"{_MODEL}.lora_rank",
     "lora_target_modules": f"{_MODEL}.target_modules",
-    **{name: "the trainer, which has one adapter" for name in ("max_loras", "max_cpu_loras")},
+    **dict.fromkeys(("max_loras", "max_cpu_loras"), "the trainer, which has one adapter"),
     "lora_dtype": f"{_ROLLOUT}.dtype",
     "fully_sharded_loras": "the trainer, which reads adapters back whole",
 }
@@ -122,21 +122,14 @@ SGLANG_ARGUMENTS = {
     "max_running_requests": f"{_ROLLOUT}.max_num_seqs",
     "mem_fraction_static": f"{_ROLLOUT}.gpu_memory_utilization",
     "disable_radix_cache": f"{_ROLLOUT}.enable_prefix_caching",
-    **{
-        name: f"{_ROLLOUT}.enforce_eager"
-        for name in ("cuda_graph_backend_decode", "cuda_graph_backend_prefill")
-    },
+    "cuda_graph_backend_decode": f"{_ROLLOUT}.enforce_eager",
+    "cuda_graph_backend_prefill": f"{_ROLLOUT}.enforce_eager",
     "tp_size": f"{_ROLLOUT}.tensor_model_parallel_size",
     "dp_size": f"{_ROLLOUT}.data_parallel_size",
     "pp_size": f"{_ROLLOUT}.pipeline_model_parallel_size",
-    "nnodes": "the placement of roles",
-    "device": "the placement of roles",
-    "base_gpu_id": "the placement of roles",
-    "enable_memory_saver": "the placement of roles",
-    "host": "the trainer, which runs one server for each replica",
-    "port": "the trainer, which runs one server for each replica",
-    "api_key": "the trainer, which makes a key for each server",
-    "admin_api_key": "the trainer, which makes a key for each server",
+    **dict.fromkeys(("nnodes", "device", "base_gpu_id", "enable_memory_saver"), _PLACEMENT),
+    **dict.fromkeys(("host", "port"), "the trainer, which runs one server for each replica"),
+    **dict.fromkeys(("api_key", "admin_api_key"), "the trainer, which makes a key for each server"),
     "tokenizer_worker_num": "the trainer: servers with several check no key",
     "grpc_port": "the trainer: this port checks no key",
     "load_format": "the actor, which sends the weights",
@@ -145,7 +138,7 @@ SGLANG_ARGUMENTS = {
     "rl_on_policy_target": "the trainer: softmax(logits / temperature) before top-k and top-p",
     "speculative_algorithm": _SPECULATION,
     "quantization": _WHOLE_WEIGHTS,
-    "enable_lora": _MERGED,
+    "enable_lora": "the actor, which sends merged weights",
 }
 
 GENERATION_ENGINES = {
