@@ -75,6 +75,14 @@ def aborted(name: str) -> Completion:
     return Completion(name, none, none.float(), ABORT)
 
 
+def finite(log_probs: Sequence[float]) -> Tensor:
+    """Log-probabilities of sampled tokens, float32 (R,). FloatingPointError when one is not a number."""
+    found = torch.tensor(log_probs, dtype=torch.float32)
+    if not bool(found.isfinite().all()):
+        raise FloatingPointError("log-probabilities of sampled tokens are not finite: the weights are broken")
+    return found
+
+
 @dataclass(frozen=True)
 class Limits:
     """What an engine can sample from."""

@@ -45,7 +45,7 @@ from hydraflow.generation.base import (
 )
 from hydraflow.generation.config import SGLANG
 from hydraflow.generation.native import end_tokens
-from hydraflow.generation.requests import Limits, aborted, engine_context, sample_batch, seed_of
+from hydraflow.generation.requests import Limits, aborted, engine_context, finite, sample_batch, seed_of
 from hydraflow.generation.sglang_server import SglangServer, flags
 from hydraflow.generation.sglang_weights import WeightFiles, private_folder
 from hydraflow.generation.stopping import watched
@@ -88,18 +88,17 @@ class SglangEngine:
         server: SglangServer,
         model: nn.Module,
         files: WeightFiles,
-        arrivals: Arrivals,
         *,
         eos: Sequence[int],
         context: int,
         max_num_seqs: int,
         folder: Path,
-        tokenizer: TokenizersBackend | None = None,
+        tokenizer: TokenizersBackend | None,
     ):
         """server: has the model's shape, but not its weights. files: its weights, on their way to the server.
-        arrivals: which have come. eos: its end tokens. context: tokens of the longest row. folder: the
-        model's. tokenizer: for stop strings; the server has the same."""
-        self._server, self._files, self._arrivals = server, files, arrivals
+        eos: its end tokens. context: tokens of the longest row. folder: the model's. tokenizer: for stop
+        strings; the server has the same."""
+        self._server, self._files = server, files
         self._eos, self._folder = tuple(eos), folder
         embeddings = model.get_input_embeddings()  # type: ignore[operator]
         self._limits = Limits(engine_context(context), embeddings.num_embeddings, tokenizer)
@@ -160,10 +159,10 @@ class SglangEngine:
         self._not_ready = MIXED_WEIGHTS
         if first:
             self._files.remove()
-            self._arrivals.forget()
+            self._files.arrivals.forget()
         self._files.write(stream)
         if last:
-            self._arrivals.require_all()
+            self._files.arrivals.require_all()
             self._load()
             self._not_ready = ""
 
@@ -280,12 +279,10 @@ def build(config: PreTrainedConfig, spec: EngineSpec) -> SglangEngine:
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    arrivals = Arrivals(model)
     return SglangEngine(
         server,
         model,
-        WeightFiles(folder, arrivals, spec.dtype),
-        arrivals,
+        WeightFiles(folder, Arrivals(model), spec.dtype),
         eos=end_tokens(spec.generation_config or model.generation_config, config),
         context=spec.rollout.max_model_len or spec.longest_row,
         max_num_seqs=spec.rollout.max_num_seqs,
@@ -357,9 +354,5 @@ def _completion(one: TokenRequest, answer: Mapping[str, Any]) -> Completion:
     if reason == LENGTH and len(tokens) != one.left.max_tokens:
         why = "its KV cache has no room for the longest row; raise rollout.gpu_memory_utilization"
         raise RuntimeError(f"SGLang ended a response at {len(tokens)} of {one.left.max_tokens} tokens: {why}")
-    log_probs = torch.tensor(
-        [float("nan") if value is None else value for value, *_ in pairs], dtype=torch.float32
-    )
-    if not bool(log_probs.isfinite().all()):
-        raise FloatingPointError("log-probabilities of sampled tokens are not finite: the weights are broken")
+    log_probs = finite([float("nan") if value is None else value for value, *_ in pairs])
     return Completion(one.name, torch.tensor(tokens, dtype=torch.int64), log_probs, reason)

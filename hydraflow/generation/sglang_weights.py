@@ -33,7 +33,7 @@ class WeightFiles:
 
     def __init__(self, folder: Path, arrivals: Arrivals, dtype: torch.dtype):
         """dtype: of floating-point weights in the files."""
-        self._folder, self._arrivals, self._dtype = folder, arrivals, dtype
+        self._folder, self.arrivals, self._dtype = folder, arrivals, dtype
         self._assembly = Assembly()
         self._pending: dict[str, Tensor] = {}
         self._file_of: dict[str, Path] = {}
@@ -42,15 +42,15 @@ class WeightFiles:
         """Writes some of the weights, tied ones once. ValueError: an unknown name, a wrong shape, a missing
         part, or two different tensors for tied weights. EnvironmentFault: the folder has no room."""
         for name, sent in stream:
-            earlier = self._arrivals.note(name, sent)
+            earlier = self.arrivals.note(name, sent)
             if (tensor := self._assembly.add(sent)) is None:
                 continue
             kept = tensor.to("cpu", sent_dtype(name, tensor, self._dtype))
             if earlier != name:
-                if not torch.equal(self._read(self._arrivals.first_name(earlier)), kept):
-                    self._arrivals.refuse_other(name, earlier)
+                if not torch.equal(self._read(self.arrivals.first_name(earlier)), kept):
+                    self.arrivals.refuse_other(name, earlier)
                 continue
-            self._pending[self._arrivals.first_name(name)] = kept
+            self._pending[self.arrivals.first_name(name)] = kept
             if sum(one.nbytes for one in self._pending.values()) >= FILE_BYTES:
                 self._flush()
         self._flush()

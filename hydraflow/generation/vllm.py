@@ -45,7 +45,7 @@ from hydraflow.generation.base import (
 )
 from hydraflow.generation.config import VLLM, batched_tokens, splits_prompts
 from hydraflow.generation.native import end_tokens
-from hydraflow.generation.requests import Limits, engine_context, sample_batch, seed_of
+from hydraflow.generation.requests import Limits, engine_context, finite, sample_batch, seed_of
 from hydraflow.generation.stopping import watched
 from hydraflow.generation.vllm_adapters import request_of
 from hydraflow.generation.vllm_executor import executor_in_group
@@ -194,8 +194,7 @@ class VllmEngine:
     def held(self) -> Mapping[str, Tensor]:
         """See `GenerationEngine`. Read from vLLM's own parameters, in which q, k and v are one tensor, and
         gate and up are one."""
-        held: Mapping[str, Tensor] = self._rpc(WeightReceiver.hydraflow_read_weights, self._wanted)
-        return held
+        return self._rpc(WeightReceiver.hydraflow_read_weights, self._wanted)
 
     def require_readable(self) -> None:
         """Loads a test pattern as weights and reads it back. ValueError names a weight that vLLM does not
@@ -259,11 +258,7 @@ class VllmEngine:
         (one,) = output.outputs
         if one.finish_reason not in (STOP, LENGTH, ABORT):
             raise RuntimeError(f"vLLM ended a request with {one.finish_reason}")
-        log_probs = torch.tensor(one.logprobs.logprobs, dtype=torch.float32)
-        if not bool(log_probs.isfinite().all()):
-            raise FloatingPointError(
-                "log-probabilities of sampled tokens are not finite: the weights are broken"
-            )
+        log_probs = finite(one.logprobs.logprobs)
         tokens, routes = torch.tensor(one.token_ids, dtype=torch.int64), None
         if output.request_id in self._recorded:
             inner, before = self._recorded.pop(output.request_id)

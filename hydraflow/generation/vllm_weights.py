@@ -66,21 +66,14 @@ def pattern(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a weight is among vLLM's parameters."""
-
-    parameter: str
-    rows: slice | None = None
-    """Rows of a fused parameter; None: all of it."""
-
-
+Place = tuple[str, slice | None]
+"""Where a weight is: vLLM's parameter, and the rows of a fused one; None: all of it."""
 Whole = Callable[[nn.Module, str, Tensor], Tensor]
 """(module, name in the module, tensor) -> the tensor of an undivided model."""
 
 
-class HeldWeights(Mapping[str, Tensor]):
-    """Maps each Hugging Face weight to vLLM's parameters: under its own name, as rows of a fused one, or
+class HeldWeights:
+    """Finds each Hugging Face weight to vLLM's parameters: under its own name, as rows of a fused one, or
     under the name of the weight it is tied to. KeyError when a weight is not found.
 
     Tensor-parallel weights are gathered when they are read, by a collective: all processes of the engine must
@@ -88,36 +81,32 @@ class HeldWeights(Mapping[str, Tensor]):
     """
 
     def __init__(self, model: nn.Module, wanted: Mapping[str, HFWeight], whole: Whole):
-        self._model, self._wanted, self._whole = model, wanted, whole
+        self._model, self.wanted, self._whole = model, wanted, whole
         held = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         self._held = {name.replace(".base_layer.", "."): tensor for name, tensor in held.items()}
         self._fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
         self._adapted: dict[str, nn.Module] = {}
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._wanted)
-
-    def __len__(self) -> int:
-        return len(self._wanted)
-
     def __getitem__(self, name: str) -> Tensor:
-        weight = self._wanted[name]
+        weight = self.wanted[name]
         if (adapter := self._adapter(name)) is not None:
             return adapter
         if (place := self._place(name)) is None:
             raise KeyError(name)
-        path, _, kind = place.parameter.rpartition(".")
+        parameter, rows = place
+        path, _, kind = parameter.rpartition(".")
         module = without_wrapper(self._model.get_submodule(path))
-        tensor = self._whole(module, kind, self._held[place.parameter])
-        if place.rows is not None:
-            tensor = tensor[place.rows]
+        tensor = self._whole(module, kind, self._held[parameter])
+        if rows is not None:
+            tensor = tensor[rows]
         if weight.transposed:
             tensor = tensor.t()
         return tensor[: weight.shape[0]] if weight.shape else tensor  # a vocabulary may be padded
 
     def found(self) -> set[str]:
         """Names of the weights that this process has; nothing is gathered."""
-        return {name for name in self if self._adapter(name) is not None or self._place(name) is not None}
+        names = self.wanted
+        return {name for name in names if self._adapter(name) is not None or self._place(name) is not None}
 
     def missing(self, name: str) -> ValueError:
         """The error for a weight that no process of the engine has."""
@@ -126,31 +115,31 @@ class HeldWeights(Mapping[str, Tensor]):
             return ValueError(f"{model} has no place for the adapter of {layer_and_side(name)[0]}")
         return ValueError(f"weight {name} cannot be read back from {model}")
 
-    def _place(self, name: str) -> _Place | None:
+    def _place(self, name: str) -> Place | None:
         known = vllm_name(self._model, name)
         for held in (known, name_of_experts(known)):
             if held in self._held:
-                return _Place(held)
+                return held, None
         if (fused := self._rows_of_fused(name)) is not None:
             return fused
-        tied_to = self._wanted[name].tied_to
+        tied_to = self.wanted[name].tied_to
         return None if tied_to is None else self._place(tied_to)
 
     def _adapter(self, name: str) -> Tensor | None:
         if not is_adapter(name):
             return None
         self._adapted = self._adapted or adapted_modules(self._model)
-        return held_adapter(self._adapted, self._fused, name, self._wanted[name].shape)
+        return held_adapter(self._adapted, self._fused, name, self.wanted[name].shape)
 
-    def _rows_of_fused(self, name: str) -> _Place | None:
+    def _rows_of_fused(self, name: str) -> Place | None:
         """The rows of this weight in a fused parameter (q, k and v); None: there is none."""
         *before, module, kind = name.split(".") if "." in name else ("", "", name)
         for whole, parts in self._fused.items():
             fused = ".".join([*before, whole, kind])
             if module in parts and fused in self._held:
-                sizes = [self._wanted[".".join([*before, part, kind])].shape[0] for part in parts]
+                sizes = [self.wanted[".".join([*before, part, kind])].shape[0] for part in parts]
                 start = sum(sizes[: parts.index(module)])
-                return _Place(fused, slice(start, start + sizes[parts.index(module)]))
+                return fused, slice(start, start + sizes[parts.index(module)])
         return None
 
 
@@ -162,17 +151,17 @@ class WeightsOfStages(Mapping[str, Tensor]):
     Reading is a collective, as for `HeldWeights`.
     """
 
-    def __init__(self, mine: HeldWeights, wanted: Mapping[str, HFWeight], stages: Any):
+    def __init__(self, mine: HeldWeights, stages: Any):
         """stages: vLLM's group of the processes that hold the same parts of different layers."""
-        self._mine, self._wanted, self._stages = mine, wanted, stages
+        self._mine, self._stages = mine, stages
         found = mine.found()
         self._found = [stages.broadcast_object(found, src=stage) for stage in range(stages.world_size)]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._wanted)
+        return iter(self._mine.wanted)
 
     def __len__(self) -> int:
-        return len(self._wanted)
+        return len(self._mine.wanted)
 
     def __getitem__(self, name: str) -> Tensor:
         holders = [stage for stage, found in enumerate(self._found) if name in found]
@@ -201,5 +190,4 @@ class WeightsOfStages(Mapping[str, Tensor]):
             raise trouble or theirs
         if tensor is None:
             tensor = torch.empty(shape, dtype=dtype, device=self._stages.device)
-        sent: Tensor = self._stages.broadcast(tensor, src=stage)
-        return sent
+        return self._stages.broadcast(tensor, src=stage)

@@ -142,7 +142,7 @@ class WeightReceiver:
         """The weights by Hugging Face name."""
         from vllm.distributed import get_pp_group
 
-        return WeightsOfStages(HeldWeights(self._model(), wanted, whole), wanted, get_pp_group())
+        return WeightsOfStages(HeldWeights(self._model(), wanted, whole), get_pp_group())
 
     def hydraflow_read_routes(self, request: str, tokens: int) -> Tensor | None:
         """uint8 or int16 (tokens, L, K): the experts of a request's first tokens; valid until the next
@@ -150,8 +150,7 @@ class WeightReceiver:
         state = self.model_runner.requests.get(request)
         if state is None:
             return None
-        routes: Tensor = getattr(self.model_runner, ROUTES).of_tokens(state.block_ids[0], tokens)
-        return routes
+        return getattr(self.model_runner, ROUTES).of_tokens(state.block_ids[0], tokens)
 
     def hydraflow_clear_cache(self) -> None:
         """Sets all keys and values to zero."""
@@ -193,8 +192,7 @@ class WeightReceiver:
         self._empty, self._cache_bytes = {}, {}
 
     def _model(self) -> nn.Module:
-        model: nn.Module = self.model_runner.get_model()
-        return model
+        return self.model_runner.get_model()
 
     def _packed_layers(self) -> list[Any]:
         """The layers that multiply with a packed copy of their weight: none on a GPU, or where the model is

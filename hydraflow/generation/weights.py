@@ -37,7 +37,9 @@ class Arrivals:
         ValueError: an unknown name, a wrong shape, or a missing part."""
         target = self.known.get(name)
         if target is None:
-            raise ValueError(f"{self._kind} has no weight {name}{_hint(name, self.known)}")
+            close = difflib.get_close_matches(name, self.known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"{self._kind} has no weight {name}{hint}")
         if target.shape != sent.shape:
             raise ValueError(
                 f"weight {name} has shape {tuple(sent.shape)}, but {self._kind} needs {tuple(target.shape)}"
@@ -153,8 +155,3 @@ def _bits(tensor: Tensor) -> Tensor:
 def _pair(held: Tensor, sent: Tensor | Part) -> tuple[Tensor, Tensor]:
     """The held counterpart of what was sent, as a view, and what was sent."""
     return (sent.place_in(held), sent.numbers) if isinstance(sent, Part) else (held, sent)
-
-
-def _hint(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
