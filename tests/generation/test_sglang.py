@@ -21,24 +21,34 @@ import pytest
 import torch
 import yaml
 from generation.stand_in import Installed, installed
-from generation.test_native import CONFIGS, END, expected_log_probs, in_buckets, make, rows, weights
+from generation.test_native import (
+    CONFIGS,
+    END,
+    add_noise,
+    expected_log_probs,
+    in_buckets,
+    largest_gap,
+    make,
+    make_request,
+    rows,
+    weights,
+)
 from generation.test_requests import drained, single
-from generation.test_stopping import STOPS, letters, needed
-from generation.test_vllm import largest_gap, request_of
+from generation.test_stopping import letters
+from generation.test_vllm import (
+    assert_ends_with_end_tokens,
+    assert_native,
+    assert_stops_at_strings,
+    assert_trainers_log_probs,
+    update,
+    update_borrowed,
+)
 from transformers import PreTrainedModel
 
 from hydraflow.errors import ConfigError, EnvironmentFault
 from hydraflow.generation import sglang, sglang_weights
-from hydraflow.generation.base import (
-    ABORT,
-    EngineSpec,
-    GenerationRequest,
-    ReadableEngine,
-    SamplingParams,
-    TokenRequest,
-)
+from hydraflow.generation.base import ABORT, EngineSpec, GenerationRequest, ReadableEngine, SamplingParams
 from hydraflow.generation.config import EngineKwargs, RolloutConfig
-from hydraflow.generation.native import NativeEngine
 from hydraflow.generation.requests import engine_context
 from hydraflow.generation.sglang import SglangEngine
 
@@ -93,17 +103,13 @@ def started(server: Installed) -> Iterator[SglangEngine]:
 def models() -> list[PreTrainedModel]:
     """Three whose weights differ in every matrix."""
     made = [make(CONFIG) for _ in range(3)]
-    for i, model in enumerate(made[1:]):
-        for number, parameter in enumerate(model.parameters()):
-            draw = torch.Generator().manual_seed(100 * i + number)
-            parameter.data.add_(torch.randn(parameter.shape, generator=draw) * 0.1)
+    for seed, model in enumerate(made[1:]):
+        add_noise(model, seed)
     return made
 
 
 def load(engine: SglangEngine, model: PreTrainedModel, max_bytes: int = 10**6) -> None:
-    parts = in_buckets(model, max_bytes)
-    for number, part in enumerate(parts):
-        engine.update_weights(part, first=number == 0, last=number == len(parts) - 1)
+    update(engine, in_buckets(model, max_bytes))
 
 
 @pytest.fixture
@@ -127,12 +133,7 @@ def folders() -> set[Path]:
 
 def test_greedy_is_native_token_for_token(engine: SglangEngine, models: list[PreTrainedModel]) -> None:
     """Also where the longest row is as long as the model's positions."""
-    request = request_of([1, 3, 9, 17, LONGEST - 16])
-    output = engine.generate(request, GREEDY)
-    expected = NativeEngine(models[0]).generate(request, GREEDY)
-    assert rows(output) == rows(expected)
-    assert list(output.finish_reason) == list(expected.finish_reason)
-    assert largest_gap(models[0], request, output, 1.0) < NEAR
+    assert_native(engine.generate, models[0], make_request([1, 3, 9, 17, LONGEST - 16]), GREEDY)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -140,37 +141,16 @@ def test_greedy_is_native_token_for_token(engine: SglangEngine, models: list[Pre
 def test_log_probs_are_the_trainers_whatever_is_filtered(
     engine: SglangEngine, models: list[PreTrainedModel], temperature: float, filters: dict[str, Any]
 ) -> None:
-    request = request_of([3, 8], samples=4)
     params = SamplingParams(max_tokens=12, temperature=temperature, **filters)
-    output = engine.generate(request, params)
-    assert largest_gap(models[0], request, output, temperature) < NEAR
-    if temperature != 1:
-        assert largest_gap(models[0], request, output, 1.0) > 0.01, "the temperature makes a difference"
+    assert_trainers_log_probs(engine.generate, models[0], make_request([3, 8], samples=4), params)
 
 
 def test_end_tokens(engine: SglangEngine, models: list[PreTrainedModel]) -> None:
-    request = request_of([5, 6, 7], samples=8)
-    output = engine.generate(request, SamplingParams(max_tokens=15))
-    assert set(output.finish_reason) == {"stop", "length"}, "both occur"
-    for row, reason in zip(rows(output), output.finish_reason):
-        assert END not in row[:-1] and (row[-1] == END) == (reason == "stop")
-    free = engine.generate(request, SamplingParams(max_tokens=15, ignore_eos=True, top_k=0))
-    assert [f[: len(s)] for f, s in zip(rows(free), rows(output))] == rows(output)
-    stops = SamplingParams(max_tokens=15, temperature=0, stop_token_ids=(7, 8), ignore_eos=True)
-    assert rows(engine.generate(request, stops)) == rows(NativeEngine(models[0]).generate(request, stops))
+    assert_ends_with_end_tokens(engine.generate, models[0], make_request([5, 6, 7], samples=8))
 
 
 def test_stop_strings_are_natives(engine: SglangEngine, models: list[PreTrainedModel]) -> None:
-    request, params = request_of([*range(1, 25)]), replace(GREEDY, stop=STOPS)
-    expected = NativeEngine(models[0], tokenizer=letters()).generate(request, params)
-    output = engine.generate(request, params)
-    assert rows(output) == rows(expected) and list(output.finish_reason) == list(expected.finish_reason)
-    sampled = replace(params, temperature=1.0, ignore_eos=True)
-    free = rows(engine.generate(request, replace(sampled, stop=())))
-    stopped = engine.generate(request, sampled)
-    assert rows(stopped) == [row[: needed(row)] for row in free]
-    assert list(stopped.finish_reason) == ["stop" if needed(row) else "length" for row in free]
-    assert largest_gap(models[0], request, stopped, 1.0) < NEAR
+    free = assert_stops_at_strings(engine.generate, models[0], 16)
     assert any(END in row for row in free), "the server's tokenizer has no end token"
 
 
@@ -179,7 +159,7 @@ def test_three_updates_in_a_row(
     engine: SglangEngine, models: list[PreTrainedModel], max_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sglang_weights, "FILE_BYTES", 5000)
-    request = request_of([3, 9], samples=2)
+    request = make_request([3, 9], samples=2)
     for model in (models[1], models[2], models[0]):
         load(engine, model, max_bytes)
         output = engine.generate(request, SamplingParams(max_tokens=10))
@@ -188,17 +168,8 @@ def test_three_updates_in_a_row(
 
 
 def test_a_borrowed_stream(engine: SglangEngine, models: list[PreTrainedModel]) -> None:
-    """Every tensor comes in the same memory, and is gone when the next one is asked for."""
-    buffer = torch.empty(max(tensor.numel() for tensor in weights(models[1]).values()))
-
-    def borrowed() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in weights(models[1]).items():
-            view = buffer[: tensor.numel()].view(tensor.shape)
-            yield name, view.copy_(tensor)
-            buffer.fill_(7.0)
-
-    engine.update_weights(borrowed())
-    request = request_of([3, 9])
+    update_borrowed(engine, weights(models[1]))
+    request = make_request([3, 9])
     assert largest_gap(models[1], request, engine.generate(request, GREEDY), 1.0) < NEAR
 
 
@@ -214,10 +185,10 @@ def test_weights_that_do_not_fit_are_refused(engine: SglangEngine, models: list[
     with pytest.raises(ValueError, match=f"1 of .* are missing: {first[0]}"):
         engine.update_weights(others)
     with pytest.raises(RuntimeError, match="failed half-way"):
-        engine.generate(request_of([3]), GREEDY)
+        engine.generate(make_request([3]), GREEDY)
     engine.update_weights([first, *others], last=False)
     engine.update_weights([("lm_head.weight", embedding)], first=False)
-    request = request_of([3])
+    request = make_request([3])
     assert largest_gap(models[0], request, engine.generate(request, GREEDY), 1.0) < NEAR
 
 
@@ -229,9 +200,9 @@ def test_weights_that_are_not_numbers_are_noticed(
         parameter.data.fill_(torch.nan)
     load(engine, broken)
     with pytest.raises(FloatingPointError, match="not finite"):
-        engine.generate(request_of([3, 9], samples=2), GREEDY)
+        engine.generate(make_request([3, 9], samples=2), GREEDY)
     load(engine, models[0])
-    request = request_of([3])
+    request = make_request([3])
     assert largest_gap(models[0], request, engine.generate(request, GREEDY), 1.0) < NEAR
 
 
@@ -241,7 +212,7 @@ def test_requests_are_advanced_aborted_and_continued(
     """More than the server gets at a time. What was aborted is continued to the unbroken response, because
     the server draws by seed and position."""
     params = SamplingParams(max_tokens=12, temperature=0.7, ignore_eos=True)
-    request = request_of([3, 8, 5, 6], samples=5)
+    request = make_request([3, 8, 5, 6], samples=5)
     wanted = single(request, params)
     whole = dict(zip([one.name for one in wanted], rows(engine.generate(request, params))))
     server.goes_wrong(pace=0.03)
@@ -256,12 +227,8 @@ def test_requests_are_advanced_aborted_and_continued(
     broken = [one for one in halted if one.finish_reason == ABORT]
     assert any(len(one.tokens) for one in broken) and any(not len(one.tokens) for one in broken)
     server.goes_wrong()
-    rest = [
-        TokenRequest(one.name, old.prompt, params, old.key, old.sample, tuple(one.tokens.tolist()))
-        for one in broken
-        for old in wanted
-        if old.name == one.name
-    ]
+    sampled = {one.name: tuple(one.tokens.tolist()) for one in broken}
+    rest = [replace(one, sampled=sampled[one.name]) for one in wanted if one.name in sampled]
     engine.submit(rest)
     continued = drained(engine)
     for one in rest:
@@ -271,7 +238,7 @@ def test_requests_are_advanced_aborted_and_continued(
 
 
 def test_it_sleeps(engine: SglangEngine, models: list[PreTrainedModel]) -> None:
-    request = request_of([3, 9])
+    request = make_request([3, 9])
     before = rows(engine.generate(request, GREEDY))
     engine.sleep()
     engine.sleep()  # a second one changes nothing
@@ -284,10 +251,10 @@ def test_it_sleeps(engine: SglangEngine, models: list[PreTrainedModel]) -> None:
 
 def test_what_does_not_fit_is_refused(server: Installed, engine: SglangEngine) -> None:
     with pytest.raises(ValueError, match="prompt 1 has 60 tokens; .* is 76, more than .*max_model_len=64"):
-        engine.generate(request_of([3, 60]), GREEDY)
+        engine.generate(make_request([3, 60]), GREEDY)
     with pytest.raises(ValueError, match="prompt 0 holds token 23; the vocabulary has 23"):
         engine.generate(GenerationRequest([torch.tensor([23])], [1], [(0,)]), GREEDY)
-    request, known = request_of([60]), engine._limits
+    request, known = make_request([60]), engine._limits
     engine._limits = replace(known, context=engine_context(1000))
     with pytest.raises(
         RuntimeError, match=r"SGLang refused /generate \(400\): Requested token count exceeds"
@@ -296,7 +263,7 @@ def test_what_does_not_fit_is_refused(server: Installed, engine: SglangEngine) -
     engine._limits = known
     server.goes_wrong(cuts=2)
     with pytest.raises(RuntimeError, match="SGLang ended a response at 2 of 16 tokens: its KV cache"):
-        engine.generate(request_of([3]), SamplingParams(max_tokens=16, ignore_eos=True))
+        engine.generate(make_request([3]), SamplingParams(max_tokens=16, ignore_eos=True))
 
 
 def test_a_full_memory_is_named(
@@ -328,7 +295,7 @@ def test_it_takes_a_while_to_become_healthy(hollow: Installed) -> None:
     before = folders()
     hollow.goes_wrong(hollow=True, slow=1.0)
     engine = ready(build())
-    assert rows(engine.generate(request_of([3]), SamplingParams(max_tokens=2))) == [[5, 5]]
+    assert rows(engine.generate(make_request([3]), SamplingParams(max_tokens=2))) == [[5, 5]]
     assert len(hollow.processes()) == 2 and len(folders() - before) == 1
     engine.close()
     assert hollow.processes() == [] and folders() == before
@@ -387,7 +354,7 @@ def test_one_that_dies_while_it_samples(hollow: Installed) -> None:
     with pytest.raises(
         EnvironmentFault, match=r"(?s)ended \(.*\) before it answered /generate.*out of memory"
     ):
-        engine.generate(request_of([3, 4], samples=8), GREEDY)
+        engine.generate(make_request([3, 4], samples=8), GREEDY)
     assert hollow.processes() == [] and engine.advance() == []
 
 
@@ -398,7 +365,7 @@ def test_one_that_hangs_is_ended(hollow: Installed, monkeypatch: pytest.MonkeyPa
     engine = ready(build())
     hollow.goes_wrong(hollow=True, hangs="/generate")
     with pytest.raises(EnvironmentFault, match="SGLang's server has answered nothing for [12] seconds"):
-        engine.generate(request_of([3, 4], samples=8), GREEDY)
+        engine.generate(make_request([3, 4], samples=8), GREEDY)
     assert hollow.processes() == []
     hollow.goes_wrong(hollow=True)
     engine = ready(build())
@@ -415,7 +382,7 @@ def test_a_slow_response_is_waited_for_while_the_server_is_healthy(
     monkeypatch.setattr(sglang, "SILENCE_SECONDS", 0.3)
     engine = ready(build())
     hollow.goes_wrong(hollow=True, pace=0.1)
-    assert rows(engine.generate(request_of([3]), SamplingParams(max_tokens=8))) == [[5] * 8]
+    assert rows(engine.generate(make_request([3]), SamplingParams(max_tokens=8))) == [[5] * 8]
     engine.close()
 
 
@@ -437,7 +404,7 @@ def test_a_killed_worker_leaves_no_server_and_no_files(hollow: Installed, tmp_pa
         try:
             engine = ready(build())
             hollow.goes_wrong(hollow=True, hangs="/generate")
-            threading.Thread(target=engine.generate, args=(request_of([3]), GREEDY), daemon=True).start()
+            threading.Thread(target=engine.generate, args=(make_request([3]), GREEDY), daemon=True).start()
             (tmp_path / "samples").touch()
             time.sleep(60)
         finally:

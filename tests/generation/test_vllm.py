@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,18 @@ from generation.test_native import (
     END,
     SMALL,
     VOCABULARY,
+    Sample,
+    add_noise,
+    assert_samples_follow_the_distribution,
     expected_log_probs,
     in_buckets,
+    largest_gap,
     make,
+    make_request,
     rows,
     weights,
 )
-from generation.test_requests import single
+from generation.test_requests import drained, single
 from generation.test_stopping import STOPS, letters, needed
 from generation.vllm_process import EngineProcess, needs_vllm
 from torch import Tensor
@@ -34,6 +40,7 @@ from transformers import DeepseekV3Config, Olmo2Config, PreTrainedModel
 from hydraflow.generation.base import (
     ABORT,
     Completion,
+    GenerationEngine,
     GenerationOutput,
     GenerationRequest,
     SamplingParams,
@@ -44,7 +51,6 @@ from hydraflow.generation.native import NativeEngine
 from hydraflow.generation.vllm import VllmEngine
 from hydraflow.memory.generation import CPU_BLOCK, ServingEngineMemory
 from hydraflow.memory.shape import shape_of
-from hydraflow.protocol import ragged
 from hydraflow.weights.buckets import Weight, checksum_of
 
 pytestmark = [needs_vllm, pytest.mark.slow]
@@ -80,10 +86,8 @@ def process(name: str) -> Iterator[EngineProcess]:
 def models(name: str) -> list[PreTrainedModel]:
     """Three whose weights differ in every tensor."""
     made = [make(MODELS[name]) for _ in range(3)]
-    for i, model in enumerate(made):
-        for number, parameter in enumerate(model.parameters()):
-            draw = torch.Generator().manual_seed(100 * i + number)
-            parameter.data.add_(torch.randn(parameter.shape, generator=draw) * 0.1)
+    for seed, model in enumerate(made):
+        add_noise(model, seed)
     return made
 
 
@@ -101,18 +105,17 @@ def generate(engine: VllmEngine, request: GenerationRequest, params: SamplingPar
     return engine.generate(request, params)
 
 
-def update(engine: VllmEngine, parts: list[list[Weight]], first: bool = True, last: bool = True) -> None:
+def update(engine: GenerationEngine, parts: list[list[Weight]]) -> None:
     for number, part in enumerate(parts):
-        ends = last and number == len(parts) - 1
-        engine.update_weights(iter(part), first=first and number == 0, last=ends)
+        engine.update_weights(iter(part), first=number == 0, last=number == len(parts) - 1)
 
 
-def update_borrowed(engine: VllmEngine, stream: list[tuple[str, Tensor]]) -> None:
+def update_borrowed(engine: GenerationEngine, stream: dict[str, Tensor]) -> None:
     """Every tensor comes in the same memory, and is gone when the next one is asked for."""
-    buffer = torch.empty(max(tensor.numel() for _, tensor in stream))
+    buffer = torch.empty(max(tensor.numel() for tensor in stream.values()))
 
     def borrowed() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in stream:
+        for name, tensor in stream.items():
             view = buffer[: tensor.numel()].view(tensor.shape)
             yield name, view.copy_(tensor)
             buffer.fill_(7.0)
@@ -182,63 +185,72 @@ def abort_at_once(engine: VllmEngine, requests: list[TokenRequest]) -> list[Comp
 
 def finish(engine: VllmEngine, requests: list[TokenRequest]) -> dict[str, Completion]:
     engine.submit(requests)
-    found: dict[str, Completion] = {}
-    while some := engine.advance():
-        found |= {one.name: one for one in some}
-    return found
+    return drained(engine)
 
 
 def load(process: EngineProcess, model: PreTrainedModel, max_bytes: int = 10**6) -> None:
     process.run(update, in_buckets(model, max_bytes))
 
 
-def request_of(lengths: list[int], samples: int = 1, seed: int = 5) -> GenerationRequest:
-    draw = torch.Generator().manual_seed(seed)
-    prompts = [torch.randint(2, VOCABULARY, (n,), generator=draw) for n in lengths]
-    return GenerationRequest(
-        prompts, [samples] * len(lengths), [(0, 7, f"uid{i}") for i in range(len(lengths))]
-    )
+# What is asked of each engine of a server; the tests of SGLang import these.
 
 
-def largest_gap(
-    model: PreTrainedModel, request: GenerationRequest, output: GenerationOutput, temperature: float
-) -> float:
-    owner = [i for i, n in enumerate(request.samples) for _ in range(n)]
-    found = zip(ragged.rows(output.responses), ragged.rows(output.log_probs), owner, strict=True)
-    return max(
-        float((log_probs - expected_log_probs(model, request.prompts[i], row, temperature)).abs().max())
-        for row, log_probs, i in found
-    )
+def assert_native(
+    sample: Sample, model: PreTrainedModel, request: GenerationRequest, params: SamplingParams
+) -> None:
+    output = sample(request, params)
+    expected = NativeEngine(model, tokenizer=letters()).generate(request, params)
+    assert rows(output) == rows(expected)
+    assert list(output.finish_reason) == list(expected.finish_reason)
+    assert largest_gap(model, request, output, 1.0) < NEAR
+
+
+def assert_stops_at_strings(sample: Sample, model: PreTrainedModel, most: int) -> list[list[int]]:
+    """In responses of at most so many tokens. Returns those that are sampled without stop strings."""
+    params = SamplingParams(most, temperature=0, stop=STOPS)
+    assert_native(sample, model, request := make_request([*range(1, 25)]), params)
+    sampled = replace(params, temperature=1.0, ignore_eos=True)
+    free = rows(sample(request, replace(sampled, stop=())))
+    stopped = sample(request, sampled)
+    assert rows(stopped) == [row[: needed(row)] for row in free]
+    assert list(stopped.finish_reason) == ["stop" if needed(row) else "length" for row in free]
+    assert largest_gap(model, request, stopped, 1.0) < NEAR
+    return free
+
+
+def assert_ends_with_end_tokens(sample: Sample, model: PreTrainedModel, request: GenerationRequest) -> None:
+    output = sample(request, SamplingParams(max_tokens=15))
+    assert set(output.finish_reason) == {"stop", "length"}, "both occur"
+    for row, reason in zip(rows(output), output.finish_reason):
+        assert END not in row[:-1] and (row[-1] == END) == (reason == "stop")
+    free = sample(request, SamplingParams(max_tokens=15, ignore_eos=True, top_k=0))
+    assert [f[: len(s)] for f, s in zip(rows(free), rows(output))] == rows(output)
+    stops = SamplingParams(max_tokens=15, temperature=0, stop_token_ids=(7, 8), ignore_eos=True)
+    assert rows(sample(request, stops)) == rows(NativeEngine(model).generate(request, stops))
+
+
+def assert_trainers_log_probs(
+    sample: Sample, model: PreTrainedModel, request: GenerationRequest, params: SamplingParams
+) -> None:
+    output = sample(request, params)
+    assert largest_gap(model, request, output, params.temperature) < NEAR
+    if params.temperature != 1:
+        assert largest_gap(model, request, output, 1.0) > 0.01, "the temperature makes a difference"
 
 
 def test_greedy_is_native_token_for_token(engine: EngineProcess, models: list[PreTrainedModel]) -> None:
-    request = request_of([1, 3, 9, 17, 40])
-    output = engine.run(generate, request, GREEDY)
-    expected = NativeEngine(models[0]).generate(request, GREEDY)
-    assert rows(output) == rows(expected)
-    assert list(output.finish_reason) == list(expected.finish_reason)
-    assert largest_gap(models[0], request, output, 1.0) < NEAR
+    assert_native(partial(engine.run, generate), models[0], make_request([1, 3, 9, 17, 40]), GREEDY)
 
 
 def test_stop_strings_are_natives(engine: EngineProcess, models: list[PreTrainedModel]) -> None:
-    request, params = request_of([*range(1, 25)]), replace(GREEDY, stop=STOPS)
-    output = engine.run(generate, request, params)
-    expected = NativeEngine(models[0], tokenizer=letters()).generate(request, params)
-    assert rows(output) == rows(expected) and list(output.finish_reason) == list(expected.finish_reason)
-    sampled = replace(params, temperature=1.0, ignore_eos=True)
-    free = rows(engine.run(generate, request, replace(sampled, stop=())))
-    stopped = engine.run(generate, request, sampled)
-    assert rows(stopped) == [row[: needed(row)] for row in free]
-    assert list(stopped.finish_reason) == ["stop" if needed(row) else "length" for row in free]
-    assert largest_gap(models[0], request, stopped, 1.0) < NEAR
-    ended = [row for row in rows(stopped) if len(row) < 20]
-    assert 5 < len(ended) < 24
+    free = assert_stops_at_strings(partial(engine.run, generate), models[0], 20)
+    assert 5 < len([row for row in free if (needed(row) or 20) < 20]) < 24
 
 
 def test_a_stop_string_may_have_begun_before_an_interruption(
     engine: EngineProcess, models: list[PreTrainedModel]
 ) -> None:
-    request, params = request_of([*range(1, 25)]), replace(GREEDY, stop=STOPS)
+    request, params = make_request([*range(1, 25)]), replace(GREEDY, stop=STOPS)
     whole = {
         one.name: row
         for one, row in zip(single(request, params), rows(engine.run(generate, request, params)))
@@ -257,18 +269,15 @@ def test_a_stop_string_may_have_begun_before_an_interruption(
 def test_log_probs_are_the_trainers_whatever_is_filtered(
     engine: EngineProcess, models: list[PreTrainedModel], temperature: float, filters: dict[str, Any]
 ) -> None:
-    request = request_of([3, 8, 17], samples=8)
     params = SamplingParams(max_tokens=16, temperature=temperature, **filters)
-    output = engine.run(generate, request, params)
-    assert largest_gap(models[0], request, output, temperature) < NEAR
-    if temperature != 1:
-        assert largest_gap(models[0], request, output, 1.0) > 0.01, "the temperature makes a difference"
+    request = make_request([3, 8, 17], samples=8)
+    assert_trainers_log_probs(partial(engine.run, generate), models[0], request, params)
 
 
 def test_filters_leave_out_what_native_leaves_out(
     engine: EngineProcess, models: list[PreTrainedModel]
 ) -> None:
-    request = request_of([6], samples=400)
+    request = make_request([6], samples=400)
     for params in (SamplingParams(max_tokens=1, top_k=3), SamplingParams(max_tokens=1, top_p=0.5)):
         sampled = {row[0] for row in rows(engine.run(generate, request, params))}
         native = {row[0] for row in rows(NativeEngine(models[0]).generate(request, params))}
@@ -280,7 +289,7 @@ def test_an_aborted_response_is_continued_with_the_weights_of_then(
     engine: EngineProcess, models: list[PreTrainedModel], updated: bool
 ) -> None:
     """Also after the weights have changed: nothing of the old keys and values is left."""
-    request = request_of([3, 9, 17, 40])
+    request = make_request([3, 9, 17, 40])
     params = replace(GREEDY, ignore_eos=True)
     wanted = single(request, params)
     short = replace(wanted[0], name="short", params=replace(params, max_tokens=5))
@@ -307,7 +316,7 @@ def test_an_aborted_response_is_continued_with_the_weights_of_then(
 def test_a_response_that_was_aborted_before_it_began_is_empty(
     engine: EngineProcess, models: list[PreTrainedModel]
 ) -> None:
-    request = request_of([3, 40])
+    request = make_request([3, 40])
     wanted = single(request, GREEDY)
     aborted = engine.run(abort_at_once, wanted)
     assert [one.finish_reason for one in aborted] == [ABORT, ABORT]
@@ -318,18 +327,11 @@ def test_a_response_that_was_aborted_before_it_began_is_empty(
 
 
 def test_samples_follow_the_distribution(engine: EngineProcess, models: list[PreTrainedModel]) -> None:
-    """4000 first tokens of one prompt: each share within 4.5 standard deviations of its probability. Draws
-    that depend on each other would not be."""
-    request = GenerationRequest([torch.tensor([5, 9, 3])], [4000], [(1, "x")])
-    output = engine.run(generate, request, SamplingParams(max_tokens=1))
-    shares = torch.bincount(ragged.parts(output.responses)[0], minlength=VOCABULARY) / 4000
-    with torch.no_grad():
-        probs = models[0](input_ids=request.prompts[0][None]).logits[0, -1].softmax(-1)
-    assert float(((shares - probs) / (probs * (1 - probs) / 4000).sqrt()).abs().max()) < 4.5
+    assert_samples_follow_the_distribution(partial(engine.run, generate), models[0])
 
 
 def test_samples_depend_on_their_key_and_not_on_what_else_is_sampled(engine: EngineProcess) -> None:
-    request, params = request_of([3, 9, 17, 40], samples=4), SamplingParams(max_tokens=16, ignore_eos=True)
+    request, params = make_request([3, 9, 17, 40], samples=4), SamplingParams(max_tokens=16, ignore_eos=True)
     together = rows(engine.run(generate, request, params))
     for i in (2, 0):
         alone = GenerationRequest([request.prompts[i]], [4], [request.keys[i]])
@@ -339,18 +341,8 @@ def test_samples_depend_on_their_key_and_not_on_what_else_is_sampled(engine: Eng
 
 
 def test_end_tokens(engine: EngineProcess, models: list[PreTrainedModel]) -> None:
-    request = request_of([5, 6, 7, 12], samples=20)
-    params = SamplingParams(max_tokens=15)
-    output = engine.run(generate, request, params)
-    assert set(output.finish_reason) == {"stop", "length"}, "both occur"
-    for row, reason in zip(rows(output), output.finish_reason):
-        assert END not in row[:-1] and (row[-1] == END) == (reason == "stop")
-    free = engine.run(generate, request, SamplingParams(max_tokens=15, ignore_eos=True))
-    assert [f[: len(s)] for f, s in zip(rows(free), rows(output))] == rows(output)
-    stops = SamplingParams(max_tokens=15, temperature=0, stop_token_ids=(7, 8), ignore_eos=True)
-    assert rows(engine.run(generate, request, stops)) == rows(
-        NativeEngine(models[0]).generate(request, stops)
-    )
+    request = make_request([5, 6, 7, 12], samples=20)
+    assert_ends_with_end_tokens(partial(engine.run, generate), models[0], request)
 
 
 @pytest.mark.parametrize("max_bytes", [1000, 10_000, 10**6], ids=["parts", "some weights", "all"])
@@ -359,7 +351,7 @@ def test_three_updates_in_a_row(
 ) -> None:
     """In parts of one tensor, every boundary splits q, k and v, and gate and up. Afterwards the weights are
     those that were sent, also the head of a tied model, and so are the log-probabilities."""
-    request = request_of([3, 9, 17], samples=2)
+    request = make_request([3, 9, 17], samples=2)
     for model in (models[1], models[2], models[0]):
         load(process, model, max_bytes)
         output = process.run(generate, request, SamplingParams(max_tokens=16))
@@ -376,7 +368,7 @@ def test_a_compiled_model_follows_updates_and_sleeps() -> None:
     config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
     engine = EngineProcess(config, max_num_seqs=8, enforce_eager=False)
     try:
-        request = request_of([3, 9, 17], samples=2)
+        request = make_request([3, 9, 17], samples=2)
         for seed in (1, 2):
             torch.manual_seed(seed)
             model = make(config)
@@ -391,7 +383,7 @@ def test_a_compiled_model_follows_updates_and_sleeps() -> None:
 
 
 def test_a_borrowed_stream(process: EngineProcess, models: list[PreTrainedModel]) -> None:
-    process.run(update_borrowed, list(weights(models[1]).items()))
+    process.run(update_borrowed, weights(models[1]))
     found = process.run(held)
     assert all(torch.equal(found[name], tensor) for name, tensor in weights(models[1]).items())
 
@@ -401,7 +393,7 @@ def test_keys_and_values_of_old_weights_are_not_used(
 ) -> None:
     """The prompt's first block is kept for later requests, until the weights change. Of as many tokens, the
     sums differ more."""
-    request = request_of([MORE_THAN_A_BLOCK])
+    request = make_request([MORE_THAN_A_BLOCK])
     for model in (models[0], models[1], models[0]):
         load(engine, model)
         for _ in range(2):  # the second time from the cache
@@ -412,7 +404,7 @@ def test_keys_and_values_of_old_weights_are_not_used(
 def test_weights_that_are_not_numbers_leave_nothing_behind(
     engine: EngineProcess, models: list[PreTrainedModel]
 ) -> None:
-    request = request_of([3, 9, MORE_THAN_A_BLOCK], samples=4)
+    request = make_request([3, 9, MORE_THAN_A_BLOCK], samples=4)
     broken = copy.deepcopy(models[0])
     for parameter in broken.parameters():
         parameter.data.fill_(torch.nan)
@@ -425,7 +417,7 @@ def test_weights_that_are_not_numbers_leave_nothing_behind(
 
 
 def test_it_sleeps(engine: EngineProcess, models: list[PreTrainedModel]) -> None:
-    request = request_of([3, 9])
+    request = make_request([3, 9])
     before = rows(engine.run(generate, request, GREEDY))
     assert engine.run(packed) == {True}
     awake, asleep = engine.run(sleep)
@@ -447,15 +439,15 @@ def test_its_cache_is_what_the_plan_estimates(name: str, engine: EngineProcess) 
 
 
 def test_an_engine_that_failed_samples_the_next_request(engine: EngineProcess) -> None:
-    request = request_of([3, 9], samples=4)
+    request = make_request([3, 9], samples=4)
     before = rows(engine.run(generate, request, GREEDY))
-    assert engine.run(fail_while_it_samples, request_of([5, 7], samples=3), GREEDY) == "failed"
+    assert engine.run(fail_while_it_samples, make_request([5, 7], samples=3), GREEDY) == "failed"
     assert rows(engine.run(generate, request, GREEDY)) == before
 
 
 def test_what_does_not_fit_is_refused(engine: EngineProcess, models: list[PreTrainedModel]) -> None:
     with pytest.raises(ValueError, match="prompt 1 has 250 tokens; .* is 270, more than .*max_model_len=256"):
-        engine.run(generate, request_of([3, 250]), GREEDY)
+        engine.run(generate, make_request([3, 250]), GREEDY)
     with pytest.raises(ValueError, match="prompt 0 holds token 23; the vocabulary has 23"):
         engine.run(generate, GenerationRequest([torch.tensor([23])], [1], [(0,)]), GREEDY)
     first, *others = weights(models[0]).items()
@@ -466,7 +458,7 @@ def test_what_does_not_fit_is_refused(engine: EngineProcess, models: list[PreTra
     with pytest.raises(ValueError, match=f"1 of .* are missing: {first[0]}"):
         engine.run(update, [others])
     with pytest.raises(RuntimeError, match="failed half-way"):
-        engine.run(generate, request_of([3]), GREEDY)
+        engine.run(generate, make_request([3]), GREEDY)
 
 
 def test_tied_weights_may_come_under_both_names_but_must_agree(
@@ -480,7 +472,7 @@ def test_tied_weights_may_come_under_both_names_but_must_agree(
     only_head = [("lm_head.weight", embedding), *stream[1:]]
     load(engine, models[0])
     engine.run(update, [only_head])
-    request = request_of([3, 9])
+    request = make_request([3, 9])
     assert largest_gap(models[1], request, engine.run(generate, request, GREEDY), 1.0) < NEAR
     with pytest.raises(ValueError, match="are one tensor .* but were sent with different values"):
         engine.run(update, [[*stream, ("lm_head.weight", embedding + 1)]])
@@ -525,7 +517,7 @@ def test_weights_that_vllm_holds_under_another_form_or_name_are_read_back() -> N
         found = process.run(held)
         assert set(weights(model)) <= set(found)
         assert all(torch.equal(found[name], tensor) for name, tensor in weights(model).items())
-        request = request_of([3, 9, 17], samples=2)
+        request = make_request([3, 9, 17], samples=2)
         output = process.run(generate, request, SamplingParams(max_tokens=16))
         assert largest_gap(model, request, output, 1.0) < 10 * NEAR
         process.stop()
@@ -581,7 +573,7 @@ def test_prompts_in_parts() -> None:
     )
     model = make(MODELS["tied"])
     load(process, model)
-    request, params = request_of([40, 100], samples=2), SamplingParams(max_tokens=8, temperature=0.7)
+    request, params = make_request([40, 100], samples=2), SamplingParams(max_tokens=8, temperature=0.7)
     assert largest_gap(model, request, process.run(generate, request, params), 0.7) < 10 * NEAR
     assert rows(process.run(generate, request, GREEDY)) == rows(NativeEngine(model).generate(request, GREEDY))
     process.stop()

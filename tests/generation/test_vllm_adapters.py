@@ -8,18 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from generation.test_native import make, rows, weights
-from generation.test_vllm import (
-    GREEDY,
-    MODELS,
-    NEAR,
-    generate,
-    held,
-    largest_gap,
-    request_of,
-    sleep,
-    update,
-)
+from generation.test_native import add_noise, largest_gap, make, make_request, rows, weights
+from generation.test_vllm import GREEDY, MODELS, NEAR, generate, held, sleep, update
 from generation.vllm_process import EngineProcess, needs_vllm
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -88,7 +78,7 @@ def number_again(engine: VllmEngine, stream: list[NamedTensor]) -> None:
 
 
 def assert_it_is(process: EngineProcess, model: PreTrainedModel, sent: dict[str, Tensor]) -> None:
-    request = request_of([1, 3, 9, 40], samples=2)
+    request = make_request([1, 3, 9, 40], samples=2)
     assert rows(process.run(generate, request, GREEDY)) == rows(NativeEngine(model).generate(request, GREEDY))
     for temperature in (1.0, 0.7):
         params = SamplingParams(max_tokens=16, temperature=temperature)
@@ -105,16 +95,14 @@ def test_every_update_is_computed_with_though_only_adapters_come(
     plain = dict(weights(base))
     send(process, plain, adapters[0])
     assert_it_is(process, merged(base, adapters[0]), plain | adapters[0])
-    before = rows(process.run(generate, request_of([9, 40]), GREEDY))
-    assert before != rows(NativeEngine(base).generate(request_of([9, 40]), GREEDY)), "adapters matter"
+    before = rows(process.run(generate, make_request([9, 40]), GREEDY))
+    assert before != rows(NativeEngine(base).generate(make_request([9, 40]), GREEDY)), "adapters matter"
     for adapter in (adapters[1], adapters[2], adapters[0]):
         send(process, adapter)
         assert_it_is(process, merged(base, adapter), plain | adapter)
-    assert rows(process.run(generate, request_of([9, 40]), GREEDY)) == before
+    assert rows(process.run(generate, make_request([9, 40]), GREEDY)) == before
     other = copy.deepcopy(base)
-    for number, parameter in enumerate(other.parameters()):
-        draw = torch.Generator().manual_seed(number)
-        parameter.data.add_(torch.randn(parameter.shape, generator=draw) * 0.1)
+    add_noise(other, 0)
     send(process, dict(weights(other)), adapters[1])
     assert_it_is(process, merged(other, adapters[1]), dict(weights(other)) | adapters[1])
 
@@ -125,7 +113,7 @@ def test_it_keeps_the_base_weights_while_it_sleeps(
     send(process, dict(weights(base)), adapters[0])
     process.run(sleep)
     with pytest.raises(RuntimeError, match="the engine is asleep"):
-        process.run(generate, request_of([3]), GREEDY)
+        process.run(generate, make_request([3]), GREEDY)
     send(process, adapters[1])
     assert_it_is(process, merged(base, adapters[1]), dict(weights(base)) | adapters[1])
 
@@ -138,7 +126,7 @@ def test_a_number_that_vllm_knows_is_refused(
     with pytest.raises(RuntimeError, match=r"vLLM already has an adapter \d+ and would keep it"):
         process.run(number_again, list(adapters[1].items()))
     with pytest.raises(RuntimeError, match="failed half-way"):
-        process.run(generate, request_of([3]), GREEDY)
+        process.run(generate, make_request([3]), GREEDY)
     send(process, adapters[2])
     assert_it_is(process, merged(base, adapters[2]), adapters[2])
 

@@ -14,16 +14,15 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from generation.test_native import in_buckets, make, rows, weights
+from generation.test_native import in_buckets, largest_gap, make, make_request, rows, weights
 from generation.test_vllm import (
     GREEDY,
     MODELS,
     NEAR,
+    cache_bytes,
     generate,
     held,
-    largest_gap,
     listening,
-    request_of,
     sleep,
     update,
 )
@@ -111,7 +110,7 @@ def test_weights_samples_and_log_probs_are_those_of_one_device(
     load(engine, model, max_bytes)
     for found in engine.run(held):
         assert all(torch.equal(found[name], tensor) for name, tensor in weights(model).items())
-    request = request_of([1, 3, 9, 17, 40], samples=3)
+    request = make_request([1, 3, 9, 17, 40], samples=3)
     for output in engine.run(generate, request, GREEDY):
         assert rows(output) == rows(NativeEngine(model).generate(request, GREEDY))
     sampled = engine.run(generate, request, SamplingParams(max_tokens=16, temperature=0.7, top_p=0.9))
@@ -119,17 +118,21 @@ def test_weights_samples_and_log_probs_are_those_of_one_device(
     assert largest_gap(model, request, sampled[0], 0.7) < NEAR
 
 
-def test_it_sleeps_and_leaves_nothing(engine: Divided, config: Any) -> None:
-    model = make(config)
-    load(engine, model, 10_000)
+def assert_it_sleeps_and_leaves_nothing(
+    engine: Divided, before: PreTrainedModel, after: PreTrainedModel
+) -> None:
+    load(engine, before, 10_000)
     engine.run(sleep)
-    load(engine, model, 10_000)
-    request = request_of([5, 7])
-    assert rows(engine.run(generate, request, GREEDY)[0]) == rows(
-        NativeEngine(model).generate(request, GREEDY)
-    )
-    assert shared_files(engine) == []
-    assert set.union(*engine.run(listening)) <= {"127.0.0.1", "::1"}
+    assert engine.run(cache_bytes) == [0] * len(engine.processes)
+    load(engine, after, 10_000)
+    request = make_request([5, 7])
+    expected = rows(NativeEngine(after).generate(request, GREEDY))
+    assert rows(engine.run(generate, request, GREEDY)[0]) == expected
+    assert shared_files(engine) == [] and set.union(*engine.run(listening)) <= {"127.0.0.1", "::1"}
+
+
+def test_it_sleeps_and_leaves_nothing(engine: Divided, config: Any) -> None:
+    assert_it_sleeps_and_leaves_nothing(engine, make(config), make(config))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a process mounts of its own")

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from generation.test_native import SMALL, expected_log_probs, in_buckets, make, rows, weights
+from generation.test_native import (
+    SMALL,
+    expected_log_probs,
+    in_buckets,
+    largest_gap,
+    make,
+    make_request,
+    rows,
+    weights,
+)
 from generation.test_native_routes import chosen_by
 from generation.test_requests import single
 from generation.test_vllm import (
@@ -20,12 +29,11 @@ from generation.test_vllm import (
     finish,
     generate,
     held,
-    largest_gap,
     load,
-    request_of,
     sleep,
+    update,
 )
-from generation.test_vllm_divided import Divided, update
+from generation.test_vllm_divided import Divided
 from generation.vllm_process import EngineProcess, needs_vllm
 from transformers import (
     GptOssConfig,
@@ -86,7 +94,7 @@ def models(config: Any, count: int) -> list[PreTrainedModel]:
 
 def test_three_updates_in_a_row(process: EngineProcess, name: str) -> None:
     """The second after a sleep. In parts of a tensor, and all at once."""
-    request = request_of([3, 9, 17], samples=2)
+    request = make_request([3, 9, 17], samples=2)
     sampled = SamplingParams(max_tokens=16, temperature=0.7, ignore_eos=True)
     for model, max_bytes in zip(models(MIXTURES[name], 3), (3000, 10**6, 3000), strict=True):
         load(process, model, max_bytes)
@@ -101,7 +109,7 @@ def test_three_updates_in_a_row(process: EngineProcess, name: str) -> None:
 
 def test_the_experts_of_every_token(process: EngineProcess, name: str) -> None:
     """Also of prompts that are in the cache, of rows that wait for others, and after an update."""
-    prompts = request_of([1, 9, MORE_THAN_A_BLOCK, MORE_THAN_A_BLOCK + 1], samples=5)
+    prompts = make_request([1, 9, MORE_THAN_A_BLOCK, MORE_THAN_A_BLOCK + 1], samples=5)
     prompts = replace(prompts, samples=[2, 3, 3, 3])
     for model in models(MIXTURES[name], 2):
         load(process, model)
@@ -119,7 +127,7 @@ def test_the_experts_of_every_token(process: EngineProcess, name: str) -> None:
 def test_the_experts_of_a_response_that_was_interrupted(process: EngineProcess, name: str) -> None:
     old, new = models(MIXTURES[name], 2)
     load(process, old)
-    wanted = single(request_of([3, 17]), ROUTED)
+    wanted = single(make_request([3, 17]), ROUTED)
     short = replace(wanted[0], name="short", params=replace(ROUTED, max_tokens=5))
     (complete,), aborted = process.run(begin, [short, *wanted])
     assert complete.routed_experts is not None and len(complete.routed_experts) == 3 + 5 - 1
@@ -149,7 +157,7 @@ DIVIDED = {
 def test_divided_among_two_devices(what: str) -> None:
     config, given = DIVIDED[what]
     engine = Divided(config, routes=True, max_num_seqs=8, **given)
-    request = request_of([1, 9, 17], samples=2)
+    request = make_request([1, 9, 17], samples=2)
     for model in models(config, 2):
         engine.run(update, in_buckets(model, 3000))
         for found in engine.run(held):
@@ -172,7 +180,7 @@ def test_what_it_cannot_record_is_refused() -> None:
     silent = EngineProcess(MIXTURES["mixtral"])
     with pytest.raises(ValueError, match="built to record them"):
         load(silent, make(MIXTURES["mixtral"]))
-        silent.run(generate, request_of([3]), ROUTED)
+        silent.run(generate, make_request([3]), ROUTED)
     silent.stop()
     other = EngineProcess(GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2))
     with pytest.raises(RuntimeError, match="No Unquantized MoE backend supports(?s:.*)name=native"):

@@ -11,25 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from generation.test_native import make, rows, weights
+from generation.test_native import add_noise, largest_gap, make, make_request, rows, weights
 from generation.test_requests import single
-from generation.test_vllm import (
-    GREEDY,
-    MODELS,
-    NEAR,
-    begin,
-    cache_bytes,
-    finish,
-    generate,
-    held,
-    largest_gap,
-    listening,
-    request_of,
-    sleep,
-    update,
-)
+from generation.test_vllm import GREEDY, MODELS, NEAR, begin, cache_bytes, finish, generate, held, update
 from generation.test_vllm_adapters import LAYERS, drawn, merged
-from generation.test_vllm_divided import Divided, load, shared_files
+from generation.test_vllm_divided import Divided, assert_it_sleeps_and_leaves_nothing, load
 from generation.vllm_process import needs_vllm
 from transformers import PreTrainedModel
 
@@ -65,9 +51,9 @@ def models(name: str) -> list[PreTrainedModel]:
     within a few 1e-6 of one in float64."""
     made = [make(three_layers(name)) for _ in range(3)]
     for i, model in enumerate(made):
-        for number, parameter in enumerate(model.parameters()):
-            draw = torch.Generator().manual_seed(100 * i + number)
-            parameter.data.mul_(0.7).add_(torch.randn(parameter.shape, generator=draw) * 0.05)
+        for parameter in model.parameters():
+            parameter.data.mul_(0.7)
+        add_noise(model, i, 0.05)
     return made
 
 
@@ -98,7 +84,7 @@ def most_batches(engine: VllmEngine, request: GenerationRequest) -> int:
 def test_after_every_update_weights_samples_and_log_probs_are_those_of_one_device(
     engine: Divided, models: list[PreTrainedModel]
 ) -> None:
-    long, request = request_of([100, 130, 1, 2, 3]), request_of([1, 3, 9, 17, 40], samples=3)
+    long, request = make_request([100, 130, 1, 2, 3]), make_request([1, 3, 9, 17, 40], samples=3)
     for model, max_bytes in zip(models, (1000, 10**6, 50_000), strict=True):
         load(engine, model, max_bytes)
         for found in engine.run(held):
@@ -116,7 +102,7 @@ def test_every_stage_computes_a_batch_of_its_own(
     name: str, engine: Divided, models: list[PreTrainedModel]
 ) -> None:
     load(engine, models[0], 10**6)
-    found = engine.run(most_batches, request_of([100] * 6))  # two prompts are a batch
+    found = engine.run(most_batches, make_request([100] * 6))  # two prompts are a batch
     assert found == [SIZES[name]["stages"]] * len(engine.processes)
 
 
@@ -126,7 +112,7 @@ def test_an_aborted_response_is_continued_with_new_weights(
     """A batch of the aborted requests is still between the stages."""
     load(engine, models[0], 10**6)
     params = replace(GREEDY, ignore_eos=True)
-    wanted = single(request_of([3, 9, 17, 40]), params)
+    wanted = single(make_request([3, 9, 17, 40]), params)
     short = replace(wanted[0], name="short", params=replace(params, max_tokens=5))
     [(complete, aborted), *others] = engine.run(begin, [short, *wanted])
     assert [(one.name, len(one.tokens)) for one in complete] == [("short", 5)] and len(aborted) == 4
@@ -168,21 +154,14 @@ def test_stages_with_different_copies_of_an_embedding_are_found(
 
 
 def test_it_sleeps_and_leaves_nothing(engine: Divided, models: list[PreTrainedModel]) -> None:
-    load(engine, models[1], 10_000)
-    engine.run(sleep)
-    assert engine.run(cache_bytes) == [0] * len(engine.processes)
-    load(engine, models[2], 10_000)
-    request = request_of([5, 7])
-    expected = rows(NativeEngine(models[2]).generate(request, GREEDY))
-    assert rows(engine.run(generate, request, GREEDY)[0]) == expected
-    assert shared_files(engine) == [] and set.union(*engine.run(listening)) <= {"127.0.0.1", "::1"}
+    assert_it_sleeps_and_leaves_nothing(engine, models[1], models[2])
 
 
 def test_a_stage_that_is_killed_fails_the_others(engine: Divided, models: list[PreTrainedModel]) -> None:
     """Those that wait for it, and when the trainer ends them, those that wait for these. The last test of
     this engine."""
     load(engine, models[0], 10**6)
-    request = request_of([5] * 16, samples=20)
+    request = make_request([5] * 16, samples=20)
     for process in engine.processes:
         process.ask(generate, request, replace(GREEDY, max_tokens=200, ignore_eos=True))
     *others, last = engine.processes
@@ -202,7 +181,7 @@ def test_every_stage_computes_with_its_adapters() -> None:
     """The second update brings them alone."""
     base = make(three_layers("tied"))
     engine = Divided(base.config, stages=2, max_num_seqs=16, adapters=LAYERS)
-    request, plain = request_of([1, 9, 40]), dict(weights(base))
+    request, plain = make_request([1, 9, 40]), dict(weights(base))
     for adapter, sent in ((drawn(base, 0), plain), (drawn(base, 1), {})):
         engine.run(update, [[*(sent | adapter).items()]])
         model = merged(base, adapter)

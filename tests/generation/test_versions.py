@@ -1,14 +1,12 @@
-"""The versions of vLLM that are written elsewhere fit the one that the engine asks for."""
+"""The versions of vLLM and SGLang that are written elsewhere fit those that the engines ask for."""
 
 import re
-from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.version import Version
+from source_tree import ROOT
 
-from hydraflow.generation.config import VLLM
-
-ROOT = Path(__file__).parents[2]
+from hydraflow.generation.config import SGLANG, VLLM
 
 
 def test_the_extra_installs_what_the_engine_asks_for() -> None:
@@ -22,6 +20,8 @@ def test_the_build_for_cpus_is_new_enough() -> None:
     assert Version(version) >= Version(VLLM.minimum)
 
 
-def test_the_page_gives_the_same_versions() -> None:
-    page = (ROOT / "docs" / "vllm.md").read_text()
-    assert re.findall(r"vLLM, (\S+) or newer", page) == [VLLM.minimum]
+def test_the_pages_give_the_same_versions() -> None:
+    vllm, sglang = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("vllm", "sglang"))
+    assert re.findall(r"vLLM, (\S+) or newer", vllm) == [VLLM.minimum]
+    assert re.findall(r"SGLang (\S+) or newer", sglang) == [SGLANG.minimum]
+    assert re.findall(r"'sglang>=(.*)'", sglang) == [SGLANG.minimum]
