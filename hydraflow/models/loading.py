@@ -281,9 +281,22 @@ def read_weights(
     """Weights by Hugging Face name, on the CPU in `dtype`; with `tables` also buffers that no file holds
     (rotary tables). Tied weights come under each of their names. A value head that the directory lacks starts
     at zero. Raises ConfigError when other weights are missing."""
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
     path = require_path(model, field)
-    with resolving(path, model):
-        lm, report = _load_lm(path, config, dtype, trust=model.trust_remote_code, field=field)
+    readable = readable_weights(path, OSError, SafetensorError, field=field)
+    with resolving(path, model), readable, quiet_transformers():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            output_loading_info=True,
+            trust_remote_code=model.trust_remote_code,
+            ignore_mismatched_sizes=True,
+            weights_only=True,
+        )
+    lm, report = loaded
     require_filled(report, path=path, head=head, prefix=backbone_of(lm)[0], field=field)
     buffers = lm.named_buffers() if tables else persistent_buffers(lm)
     named = {**dict(lm.named_parameters(remove_duplicate=False)), **dict(buffers)}
@@ -296,26 +309,6 @@ def read_weights(
         hidden = config.get_text_config().hidden_size
         weights[SCORE] = torch.zeros(1, hidden, dtype=dtype) if score is None else score.to(dtype)
     return weights
-
-
-def _load_lm(
-    path: str, config: PreTrainedConfig, dtype: torch.dtype, *, trust: bool, field: str
-) -> tuple[Any, Mapping[str, Any]]:
-    """The causal LM with its weights, and transformers' report of what did not fit; its log is silenced."""
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
-
-    with readable_weights(path, OSError, SafetensorError, field=field), quiet_transformers():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            output_loading_info=True,
-            trust_remote_code=trust,
-            ignore_mismatched_sizes=True,
-            weights_only=True,
-        )
-    return loaded
 
 
 @contextmanager
