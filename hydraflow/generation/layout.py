@@ -50,15 +50,11 @@ def waves(
         start = 0
         while start < samples[i]:
             alone = not mixed and wave.widths[-1:] != [width[i]]
-            if alone or len(wave.owner) >= max_rows:
+            room, whole = max_rows - len(wave.owner), samples[i] - start
+            # a prompt split over two waves would be prefilled twice, so it moves to the next if it fits there
+            if alone or not room or room < whole <= max_rows:
                 if wave.owner:
                     yield wave
-                wave = Wave()
-            room = max_rows - len(wave.owner)
-            whole = samples[i] - start
-            # a prompt split over two waves would be prefilled twice, so it moves to the next if it fits there
-            if room < whole <= max_rows:
-                yield wave
                 wave, room = Wave(), max_rows
             stop = start + min(room, whole)
             wave.add(i, width[i], range(start, stop))
