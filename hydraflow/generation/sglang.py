@@ -25,8 +25,7 @@ from typing import Any
 
 import torch
 from packaging.version import Version
-from torch import nn
-from transformers import PreTrainedConfig, TokenizersBackend
+from transformers import PreTrainedConfig, PreTrainedModel, TokenizersBackend
 
 from hydraflow.errors import ConfigError
 from hydraflow.generation.base import (
@@ -83,28 +82,17 @@ class _Flight:
 class SglangEngine:
     """A `GenerationEngine` in front of a server."""
 
-    def __init__(
-        self,
-        server: SglangServer,
-        model: nn.Module,
-        files: WeightFiles,
-        *,
-        eos: Sequence[int],
-        context: int,
-        max_num_seqs: int,
-        folder: Path,
-        tokenizer: TokenizersBackend | None,
-    ):
+    def __init__(self, server: SglangServer, model: PreTrainedModel, files: WeightFiles, spec: EngineSpec):
         """server: has the model's shape, but not its weights. files: its weights, on their way to the server.
-        eos: its end tokens. context: tokens of the longest row. folder: the model's. tokenizer: for stop
-        strings; the server has the same."""
+        spec: how the server was built; it has the same tokenizer."""
         self._server, self._files = server, files
-        self._eos, self._folder = tuple(eos), folder
-        embeddings = model.get_input_embeddings()  # type: ignore[operator]
-        self._limits = Limits(engine_context(context), embeddings.num_embeddings, tokenizer)
+        self._eos = end_tokens(spec.generation_config or model.generation_config, model.config)
+        context = engine_context(spec.rollout.max_model_len or spec.longest_row)
+        embeddings: Any = model.get_input_embeddings()
+        self._limits = Limits(context, embeddings.num_embeddings, spec.tokenizer)
         self._not_ready = NO_WEIGHTS
         self._sleeps = False
-        self._numbers, self._most_flights = count(), max_num_seqs
+        self._numbers, self._most_flights = count(), spec.rollout.max_num_seqs
         self._queue: dict[str, TokenRequest] = {}
         """Requests that the caller has submitted and the server does not have yet."""
         self._flights: dict[str, _Flight] = {}
@@ -183,7 +171,7 @@ class SglangEngine:
             self._server.post("/resume_memory_occupation", {}, seconds=CALL_SECONDS)
             self._sleeps = False
         self._become_idle()
-        asked = {"model_path": str(self._folder), "load_format": "safetensors", "flush_cache": True}
+        asked = {"model_path": str(self._files.folder), "load_format": "safetensors", "flush_cache": True}
         answer = self._server.post("/update_weights_from_disk", asked, seconds=CALL_SECONDS)
         if not answer["success"]:
             raise RuntimeError(f"SGLang did not load the weights: {answer['message']}")
@@ -279,16 +267,7 @@ def build(config: PreTrainedConfig, spec: EngineSpec) -> SglangEngine:
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    return SglangEngine(
-        server,
-        model,
-        WeightFiles(folder, Arrivals(model), spec.dtype),
-        eos=end_tokens(spec.generation_config or model.generation_config, config),
-        context=spec.rollout.max_model_len or spec.longest_row,
-        max_num_seqs=spec.rollout.max_num_seqs,
-        folder=folder,
-        tokenizer=spec.tokenizer,
-    )
+    return SglangEngine(server, model, WeightFiles(folder, Arrivals(model), spec.dtype), spec)
 
 
 def arguments(folder: Path, spec: EngineSpec) -> Mapping[str, Any]:

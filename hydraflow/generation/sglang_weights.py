@@ -33,7 +33,7 @@ class WeightFiles:
 
     def __init__(self, folder: Path, arrivals: Arrivals, dtype: torch.dtype):
         """dtype: of floating-point weights in the files."""
-        self._folder, self.arrivals, self._dtype = folder, arrivals, dtype
+        self.folder, self.arrivals, self._dtype = folder, arrivals, dtype
         self._assembly = Assembly()
         self._pending: dict[str, Tensor] = {}
         self._file_of: dict[str, Path] = {}
@@ -65,13 +65,13 @@ class WeightFiles:
         if not self._pending:
             return
         needed = sum(one.nbytes for one in self._pending.values())
-        if (free := shutil.disk_usage(self._folder).free) < 1.01 * needed + 2**20:
+        if (free := shutil.disk_usage(self.folder).free) < 1.01 * needed + 2**20:
             raise EnvironmentFault(
-                f"{self._folder} has {free / 2**30:.2f} GiB free, but the next {needed / 2**30:.2f} GiB of"
+                f"{self.folder} has {free / 2**30:.2f} GiB free, but the next {needed / 2**30:.2f} GiB of"
                 " weights for SGLang do not fit; enlarge /dev/shm, or set TMPDIR=<a folder with room for"
                 " all weights>"
             )
-        file = self._folder / f"part-{len(set(self._file_of.values())):05d}.safetensors"
+        file = self.folder / f"part-{len(set(self._file_of.values())):05d}.safetensors"
         save_file(self._pending, file)
         self._file_of |= dict.fromkeys(self._pending, file)
         self._pending = {}

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, TokenizersBackend
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hydraflow.device import collective_backend
 from hydraflow.errors import ConfigError, first_line
@@ -53,7 +53,7 @@ from hydraflow.generation.vllm_experts import keep_experts_plain, record_routes
 from hydraflow.generation.vllm_weights import pattern, wanted_weights
 from hydraflow.generation.vllm_worker import WeightReceiver
 from hydraflow.generation.weights import Arrivals, Assembly
-from hydraflow.models.adapters import AdapterLayers, add_shapes, is_adapter
+from hydraflow.models.adapters import add_shapes, is_adapter
 from hydraflow.models.loading import unfilled_model
 from hydraflow.system.importing import importing
 from hydraflow.weights.buckets import Weight
@@ -79,36 +79,27 @@ for single functions."""
 class VllmEngine:
     """A `GenerationEngine` around vLLM's `LLMEngine`."""
 
-    def __init__(
-        self,
-        engine: Any,
-        model: nn.Module,
-        eos: Sequence[int],
-        tokenizer: TokenizersBackend | None = None,
-        *,
-        routes: bool = False,
-        adapters: AdapterLayers | None = None,
-    ):
-        """engine: a `LLMEngine` without weights. model: the Hugging Face model, perhaps on the meta device,
-        with the shapes of its adapters. eos: its end tokens. tokenizer: for stop strings. routes: it records
-        experts. adapters: it was built to compute with them."""
-        self._engine, self._eos = engine, tuple(eos)
-        self._records = routes
+    def __init__(self, engine: Any, model: PreTrainedModel, spec: EngineSpec):
+        """engine: a `LLMEngine` without weights, built as `spec` says. model: the Hugging Face model, perhaps
+        on the meta device, with the shapes of its adapters."""
+        self._engine, self._records = engine, spec.routes
+        self._eos = end_tokens(spec.generation_config or model.generation_config, model.config)
         self._recorded: dict[str, tuple[str, int]] = {}
         """For each request in flight with experts requested: vLLM's request id, and the number of tokens that
         it started with."""
-        engine.output_processor.tokenizer = tokenizer  # which finds stop strings; the engine needs no other
+        engine.output_processor.tokenizer = spec.tokenizer  # for stop strings; the engine needs no other
         self._arrivals, self._assembly = Arrivals(model), Assembly()
         self._not_ready = NO_WEIGHTS
         self._wanted = wanted_weights(model, self._arrivals)
-        self._adapters, self._adapter = adapters, 0
+        self._adapters, self._adapter = spec.adapters, 0
         """The second is the id of the adapter for new requests; 0: none."""
         self._adapter_tensors: dict[str, Tensor] = {}
         """Tensors of the next adapter, as they arrive."""
         self._base_comes = False
         """Whether the current update includes base weights."""
         of_model = engine.model_config
-        self._limits = Limits(engine_context(of_model.max_model_len), of_model.get_vocab_size(), tokenizer)
+        context, vocabulary = engine_context(of_model.max_model_len), of_model.get_vocab_size()
+        self._limits = Limits(context, vocabulary, spec.tokenizer)
         config = engine.vllm_config
         # vLLM rewinds the generator after each chunk of a prompt but the last, which CPU generators cannot do
         self._seeds = not (
@@ -306,16 +297,12 @@ def build(config: PreTrainedConfig, spec: EngineSpec) -> VllmEngine:
     model = unfilled_model(config, device="meta", dtype=spec.dtype, trust=spec.trust_remote_code)
     if spec.adapters is not None:
         add_shapes(spec.adapters, model)
-    eos = end_tokens(spec.generation_config or model.generation_config, config)
     with tempfile.TemporaryDirectory(prefix="hydraflow-vllm-") as folder:
         saved = copy.deepcopy(config)
         saved.architectures = [type(model).__name__]
         saved.save_pretrained(folder)
         try:
-            started = _start(folder, spec, model)
-            engine = VllmEngine(
-                started, model, eos, spec.tokenizer, routes=spec.routes, adapters=spec.adapters
-            )
+            engine = VllmEngine(_start(folder, spec, model), model, spec)
         except (ImportError, AttributeError) as error:
             rule = f"the installed vLLM lacks an API that hydraflow uses: {first_line(error)}"
             key = f"{spec.section}.name"

@@ -164,7 +164,7 @@ def test_three_updates_in_a_row(
         load(engine, model, max_bytes)
         output = engine.generate(request, SamplingParams(max_tokens=10))
         assert largest_gap(model, request, output, 1.0) < NEAR
-    assert list(engine._folder.glob("*.safetensors")) == [], "the files are gone once they are loaded"
+    assert list(engine._files.folder.glob("*.safetensors")) == [], "the files are gone once they are loaded"
 
 
 def test_a_borrowed_stream(engine: SglangEngine, models: list[PreTrainedModel]) -> None:
