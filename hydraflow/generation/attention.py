@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hydraflow.generation.widths import KeysOfGroups, ValuesOfGroups
+from hydraflow.generation.widths import KeysOfGroups
 
+Attention = Callable[..., tuple[Tensor, Tensor | None]]
 OURS = {"sdpa": "hydraflow_cached", "eager": "hydraflow_cached_eager"}
 """A model's own attention implementation -> ours in its place, with the same masks."""
 
@@ -49,21 +51,34 @@ def in_use(model: PreTrainedModel) -> Iterator[None]:
         config._attn_implementation = own
 
 
+def by_groups(attend: Attention) -> Attention:
+    """An attention function that also takes keys and values of several groups of rows (`widths.py`), and
+    computes each group alone."""
+
+    @wraps(attend)
+    def of_groups(
+        module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Tensor | None, **others: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        if not isinstance(key, KeysOfGroups):
+            return attend(module, query, key, value, attention_mask, **others)
+        parts = zip(query.split([len(part) for part in value]), key.parts, value, key.masks, strict=True)
+        return torch.cat([attend(module, *part, **others)[0] for part in parts]), None
+
+    return of_groups
+
+
+@by_groups
 def cached_attention(
     module: nn.Module,
     query: Tensor,
-    key: Tensor | KeysOfGroups,
-    value: Tensor | ValuesOfGroups,
+    key: Tensor,
+    value: Tensor,
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: (B, h, new, d) to (B, new, h, v). Of several groups of rows
-    (`widths.py`), each is computed alone."""
-    if isinstance(key, KeysOfGroups):
-        return _of_groups(cached_attention, module, query, key, value, scaling=scaling, **others)
-    assert isinstance(value, Tensor)
+    """transformers' attention function: (B, h, new, d) to (B, new, h, v)."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     rows, heads, new, dim = query.shape
@@ -79,29 +94,9 @@ def cached_attention(
     return found.reshape(rows, 1, heads, -1), None
 
 
-def cached_eager_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor | KeysOfGroups,
-    value: Tensor | ValuesOfGroups,
-    attention_mask: Tensor | None,
-    **others: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """The model's own eager attention; of several groups of rows, each alone."""
-    if isinstance(key, KeysOfGroups):
-        return _of_groups(cached_eager_attention, module, query, key, value, **others)
+@by_groups
+def cached_eager_attention(module: nn.Module, *given: Any, **others: Any) -> tuple[Tensor, Tensor | None]:
+    """The model's own eager attention."""
     # what transformers calls for `eager`: a global of the file that defines the layer's forward
     eager = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
-    return eager(module, query, key, value, attention_mask, **others)
-
-
-def _of_groups(
-    attend: Callable[..., tuple[Tensor, Any]],
-    module: nn.Module,
-    query: Tensor,
-    key: KeysOfGroups,
-    value: Tensor | ValuesOfGroups,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    parts = zip(query.split([len(part) for part in value]), key.parts, value, key.masks, strict=True)
-    return torch.cat([attend(module, *part, **others)[0] for part in parts]), None
+    return eager(module, *given, **others)
