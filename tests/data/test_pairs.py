@@ -112,14 +112,18 @@ def test_a_pair_that_a_cut_would_spoil_is_named(
     assert message in str(caught.value) and "a larger data.max_length" in str(caught.value)
 
 
+def assert_scored_at_the_end_tokens(tokenizer: Any, folder: Path) -> None:
+    batch = ScoredPairDataset(GradedPairsConfig(), write(folder / "a.jsonl", PLAIN), tokenizer).batch([0])
+    two, one = (tokenizer.convert_tokens_to_ids(text) for text in "21")
+    end = tokenizer.eos_token_id
+    assert [row.tolist() for row in batch.get("responses").unbind()] == [[two, end, 0], [one, one, end, 0]]
+
+
 def test_a_score_is_that_of_the_last_token_that_a_model_samples(tokenizer: Any, tmp_path: Path) -> None:
     """Many templates write a line break after the end token."""
     spaced = copy.deepcopy(tokenizer)
     spaced.chat_template = spaced.chat_template.replace("<|end|>", "<|end|> ")
-    batch = ScoredPairDataset(GradedPairsConfig(), write(tmp_path / "a.jsonl", PLAIN), spaced).batch([0])
-    two, one = (spaced.convert_tokens_to_ids(text) for text in "21")
-    end = spaced.eos_token_id
-    assert [row.tolist() for row in batch.get("responses").unbind()] == [[two, end, 0], [one, one, end, 0]]
+    assert_scored_at_the_end_tokens(spaced, tmp_path)
 
 
 def test_nothing_after_the_end_token_is_scored(tokenizer: Any, tmp_path: Path) -> None:
@@ -127,10 +131,7 @@ def test_nothing_after_the_end_token_is_scored(tokenizer: Any, tmp_path: Path) -
     closed = copy.deepcopy(tokenizer)
     closed.add_special_tokens({"additional_special_tokens": ["<|endoftext|>"]})
     closed.chat_template += "{% if not add_generation_prompt %} <|endoftext|>{% endif %}"
-    batch = ScoredPairDataset(GradedPairsConfig(), write(tmp_path / "a.jsonl", PLAIN), closed).batch([0])
-    two, one = (closed.convert_tokens_to_ids(text) for text in "21")
-    end = closed.eos_token_id
-    assert [row.tolist() for row in batch.get("responses").unbind()] == [[two, end, 0], [one, one, end, 0]]
+    assert_scored_at_the_end_tokens(closed, tmp_path)
 
 
 def test_a_response_that_ends_in_a_control_token_keeps_its_end_token(tokenizer: Any, tmp_path: Path) -> None:
