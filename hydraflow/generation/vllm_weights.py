@@ -72,101 +72,40 @@ Whole = Callable[[nn.Module, str, Tensor], Tensor]
 """(module, name in the module, tensor) -> the tensor of an undivided model."""
 
 
-class HeldWeights:
-    """Finds each Hugging Face weight to vLLM's parameters: under its own name, as rows of a fused one, or
-    under the name of the weight it is tied to. KeyError when a weight is not found.
+class HeldWeights(Mapping[str, Tensor]):
+    """The weights of a Hugging Face model in vLLM's parameters: under their own names, as rows of fused ones,
+    or under the name of the weight that they are tied to. Each is broadcast by the pipeline stages that hold
+    it (an embedding is held by the first one and, if it is tied, by the last). ValueError when no stage holds
+    it, or two hold different numbers.
 
-    Tensor-parallel weights are gathered when they are read, by a collective: all processes of the engine must
-    read the same ones in the same order.
+    Reading is a collective, and tensor-parallel weights are gathered: all processes of the engine must read
+    the same ones in the same order.
     """
 
-    def __init__(self, model: nn.Module, wanted: Mapping[str, HFWeight], whole: Whole):
-        self._model, self.wanted, self._whole = model, wanted, whole
+    def __init__(self, model: nn.Module, wanted: Mapping[str, HFWeight], whole: Whole, stages: Any):
+        """stages: vLLM's group of the processes that hold the same parts of different layers."""
+        self._model, self._wanted, self._whole, self._stages = model, wanted, whole, stages
         held = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         self._held = {name.replace(".base_layer.", "."): tensor for name, tensor in held.items()}
         self._fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
         self._adapted: dict[str, nn.Module] = {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        weight = self.wanted[name]
-        if (adapter := self._adapter(name)) is not None:
-            return adapter
-        if (place := self._place(name)) is None:
-            raise KeyError(name)
-        parameter, rows = place
-        path, _, kind = parameter.rpartition(".")
-        module = without_wrapper(self._model.get_submodule(path))
-        tensor = self._whole(module, kind, self._held[parameter])
-        if rows is not None:
-            tensor = tensor[rows]
-        if weight.transposed:
-            tensor = tensor.t()
-        return tensor[: weight.shape[0]] if weight.shape else tensor  # a vocabulary may be padded
-
-    def found(self) -> set[str]:
-        """Names of the weights that this process has; nothing is gathered."""
-        names = self.wanted
-        return {name for name in names if self._adapter(name) is not None or self._place(name) is not None}
-
-    def missing(self, name: str) -> ValueError:
-        """The error for a weight that no process of the engine has."""
-        model = type(self._model).__name__
-        if is_adapter(name):
-            return ValueError(f"{model} has no place for the adapter of {layer_and_side(name)[0]}")
-        return ValueError(f"weight {name} cannot be read back from {model}")
-
-    def _place(self, name: str) -> Place | None:
-        known = vllm_name(self._model, name)
-        for held in (known, name_of_experts(known)):
-            if held in self._held:
-                return held, None
-        if (fused := self._rows_of_fused(name)) is not None:
-            return fused
-        tied_to = self.wanted[name].tied_to
-        return None if tied_to is None else self._place(tied_to)
-
-    def _adapter(self, name: str) -> Tensor | None:
-        if not is_adapter(name):
-            return None
-        self._adapted = self._adapted or adapted_modules(self._model)
-        return held_adapter(self._adapted, self._fused, name, self.wanted[name].shape)
-
-    def _rows_of_fused(self, name: str) -> Place | None:
-        """The rows of this weight in a fused parameter (q, k and v); None: there is none."""
-        *before, module, kind = name.split(".") if "." in name else ("", "", name)
-        for whole, parts in self._fused.items():
-            fused = ".".join([*before, whole, kind])
-            if module in parts and fused in self._held:
-                sizes = [self.wanted[".".join([*before, part, kind])].shape[0] for part in parts]
-                start = sum(sizes[: parts.index(module)])
-                return fused, slice(start, start + sizes[parts.index(module)])
-        return None
-
-
-class WeightsOfStages(Mapping[str, Tensor]):
-    """All weights, those of other pipeline stages included: each is broadcast by the stages that hold it (an
-    embedding is held by the first one and, if it is tied, by the last). ValueError when no stage holds it, or
-    two hold different numbers.
-
-    Reading is a collective, as for `HeldWeights`.
-    """
-
-    def __init__(self, mine: HeldWeights, stages: Any):
-        """stages: vLLM's group of the processes that hold the same parts of different layers."""
-        self._mine, self._stages = mine, stages
-        found = mine.found()
-        self._found = [stages.broadcast_object(found, src=stage) for stage in range(stages.world_size)]
+        here = {one for one in wanted if self._adapter(one) is not None or self._place(one) is not None}
+        self._found = [stages.broadcast_object(here, src=stage) for stage in range(stages.world_size)]
+        """The names of the weights that each stage holds."""
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._mine.wanted)
+        return iter(self._wanted)
 
     def __len__(self) -> int:
-        return len(self._mine.wanted)
+        return len(self._wanted)
 
     def __getitem__(self, name: str) -> Tensor:
         holders = [stage for stage, found in enumerate(self._found) if name in found]
         if not holders:
-            raise self._mine.missing(name)
+            model = type(self._model).__name__
+            if is_adapter(name):
+                raise ValueError(f"{model} has no place for the adapter of {layer_and_side(name)[0]}")
+            raise ValueError(f"weight {name} cannot be read back from {model}")
         first, *others = holders
         tensor = self._from(first, name)
         for other in others:
@@ -175,13 +114,14 @@ class WeightsOfStages(Mapping[str, Tensor]):
         return tensor
 
     def _from(self, stage: int, name: str) -> Tensor:
+        """A weight that this stage holds, on all stages."""
         if self._stages.world_size == 1:
-            return self._mine[name]
+            return self._here(name)
         tensor: Tensor | None = None
         trouble: ValueError | None = None
         if stage == self._stages.rank_in_group:
             try:
-                tensor = self._mine[name].contiguous()
+                tensor = self._here(name).contiguous()
             except ValueError as error:  # the other stages wait for the tensor
                 trouble = error
         mine = (trouble, None, None) if tensor is None else (None, tensor.shape, tensor.dtype)
@@ -191,3 +131,46 @@ class WeightsOfStages(Mapping[str, Tensor]):
         if tensor is None:
             tensor = torch.empty(shape, dtype=dtype, device=self._stages.device)
         return self._stages.broadcast(tensor, src=stage)
+
+    def _here(self, name: str) -> Tensor:
+        """A weight that this process's stage holds."""
+        if (adapter := self._adapter(name)) is not None:
+            return adapter
+        place = self._place(name)
+        assert place is not None, "the stage holds it"
+        weight, (parameter, rows) = self._wanted[name], place
+        path, _, kind = parameter.rpartition(".")
+        module = without_wrapper(self._model.get_submodule(path))
+        tensor = self._whole(module, kind, self._held[parameter])
+        if rows is not None:
+            tensor = tensor[rows]
+        if weight.transposed:
+            tensor = tensor.t()
+        return tensor[: weight.shape[0]] if weight.shape else tensor  # a vocabulary may be padded
+
+    def _place(self, name: str) -> Place | None:
+        known = vllm_name(self._model, name)
+        for held in (known, name_of_experts(known)):
+            if held in self._held:
+                return held, None
+        if (fused := self._rows_of_fused(name)) is not None:
+            return fused
+        tied_to = self._wanted[name].tied_to
+        return None if tied_to is None else self._place(tied_to)
+
+    def _adapter(self, name: str) -> Tensor | None:
+        if not is_adapter(name):
+            return None
+        self._adapted = self._adapted or adapted_modules(self._model)
+        return held_adapter(self._adapted, self._fused, name, self._wanted[name].shape)
+
+    def _rows_of_fused(self, name: str) -> Place | None:
+        """The rows of this weight in a fused parameter (q, k and v); None: there is none."""
+        *before, module, kind = name.split(".") if "." in name else ("", "", name)
+        for whole, parts in self._fused.items():
+            fused = ".".join([*before, whole, kind])
+            if module in parts and fused in self._held:
+                sizes = [self._wanted[".".join([*before, part, kind])].shape[0] for part in parts]
+                start = sum(sizes[: parts.index(module)])
+                return fused, slice(start, start + sizes[parts.index(module)])
+        return None

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hydraflow.device import return_memory
 from hydraflow.generation.vllm_adapters import replace_adapter
 from hydraflow.generation.vllm_experts import ROUTES, is_experts, vllm_name, whole_experts
-from hydraflow.generation.vllm_weights import HeldWeights, HFWeight, WeightsOfStages
+from hydraflow.generation.vllm_weights import HeldWeights, HFWeight
 
 
 def tempered_sampler(logprobs_mode: str) -> Any:
@@ -138,11 +138,11 @@ class WeightReceiver:
         """See `replace_adapter`."""
         replace_adapter(self.model_runner.lora_manager, number, rank, tensors)
 
-    def hydraflow_read_weights(self, wanted: Mapping[str, HFWeight]) -> WeightsOfStages:
+    def hydraflow_read_weights(self, wanted: Mapping[str, HFWeight]) -> HeldWeights:
         """The weights by Hugging Face name."""
         from vllm.distributed import get_pp_group
 
-        return WeightsOfStages(HeldWeights(self._model(), wanted, whole), get_pp_group())
+        return HeldWeights(self._model(), wanted, whole, get_pp_group())
 
     def hydraflow_read_routes(self, request: str, tokens: int) -> Tensor | None:
         """uint8 or int16 (tokens, L, K): the experts of a request's first tokens; valid until the next

@@ -188,7 +188,8 @@ def finish(engine: VllmEngine, requests: list[TokenRequest]) -> dict[str, Comple
     return drained(engine)
 
 
-def load(process: EngineProcess, model: PreTrainedModel, max_bytes: int = 10**6) -> None:
+def load(process: Any, model: PreTrainedModel, max_bytes: int = 10**6) -> None:
+    """process: one engine, or all that share a model."""
     process.run(update, in_buckets(model, max_bytes))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from generation.test_native import in_buckets, largest_gap, make, make_request, rows, weights
+from generation.test_native import largest_gap, make, make_request, rows, weights
 from generation.test_vllm import (
     GREEDY,
     MODELS,
@@ -23,8 +23,8 @@ from generation.test_vllm import (
     generate,
     held,
     listening,
+    load,
     sleep,
-    update,
 )
 from generation.vllm_process import EngineProcess, needs_vllm
 from transformers import PreTrainedModel
@@ -94,10 +94,6 @@ def engine(config: Any) -> Iterator[Divided]:
     engine = Divided(config, tensor=2, max_num_seqs=16)
     yield engine
     engine.stop()
-
-
-def load(engine: Divided, model: PreTrainedModel, max_bytes: int) -> None:
-    engine.run(update, in_buckets(model, max_bytes))
 
 
 @pytest.mark.parametrize("max_bytes", [1000, 10**6], ids=["parts", "at once"])

@@ -12,7 +12,6 @@ import torch
 from generation.test_native import (
     SMALL,
     expected_log_probs,
-    in_buckets,
     largest_gap,
     make,
     make_request,
@@ -31,7 +30,6 @@ from generation.test_vllm import (
     held,
     load,
     sleep,
-    update,
 )
 from generation.test_vllm_divided import Divided
 from generation.vllm_process import EngineProcess, needs_vllm
@@ -159,7 +157,7 @@ def test_divided_among_two_devices(what: str) -> None:
     engine = Divided(config, routes=True, max_num_seqs=8, **given)
     request = make_request([1, 9, 17], samples=2)
     for model in models(config, 2):
-        engine.run(update, in_buckets(model, 3000))
+        load(engine, model, 3000)
         for found in engine.run(held):
             assert all(torch.equal(found[name], tensor) for name, tensor in weights(model).items())
         for output in engine.run(generate, request, ROUTED):

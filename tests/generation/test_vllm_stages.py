@@ -13,9 +13,20 @@ import pytest
 import torch
 from generation.test_native import add_noise, largest_gap, make, make_request, rows, weights
 from generation.test_requests import single
-from generation.test_vllm import GREEDY, MODELS, NEAR, begin, cache_bytes, finish, generate, held, update
+from generation.test_vllm import (
+    GREEDY,
+    MODELS,
+    NEAR,
+    begin,
+    cache_bytes,
+    finish,
+    generate,
+    held,
+    load,
+    update,
+)
 from generation.test_vllm_adapters import LAYERS, drawn, merged
-from generation.test_vllm_divided import Divided, assert_it_sleeps_and_leaves_nothing, load
+from generation.test_vllm_divided import Divided, assert_it_sleeps_and_leaves_nothing
 from generation.vllm_process import needs_vllm
 from transformers import PreTrainedModel
 
@@ -101,7 +112,7 @@ def test_after_every_update_weights_samples_and_log_probs_are_those_of_one_devic
 def test_every_stage_computes_a_batch_of_its_own(
     name: str, engine: Divided, models: list[PreTrainedModel]
 ) -> None:
-    load(engine, models[0], 10**6)
+    load(engine, models[0])
     found = engine.run(most_batches, make_request([100] * 6))  # two prompts are a batch
     assert found == [SIZES[name]["stages"]] * len(engine.processes)
 
@@ -110,7 +121,7 @@ def test_an_aborted_response_is_continued_with_new_weights(
     engine: Divided, models: list[PreTrainedModel]
 ) -> None:
     """A batch of the aborted requests is still between the stages."""
-    load(engine, models[0], 10**6)
+    load(engine, models[0])
     params = replace(GREEDY, ignore_eos=True)
     wanted = single(make_request([3, 9, 17, 40]), params)
     short = replace(wanted[0], name="short", params=replace(params, max_tokens=5))
@@ -118,7 +129,7 @@ def test_an_aborted_response_is_continued_with_new_weights(
     assert [(one.name, len(one.tokens)) for one in complete] == [("short", 5)] and len(aborted) == 4
     sampled = {one.name: tuple(one.tokens.tolist()) for one in aborted}
     assert all({one.name: tuple(one.tokens.tolist()) for one in also} == sampled for _, also in others)
-    load(engine, models[1], 10**6)
+    load(engine, models[1])
     left = [replace(one, sampled=sampled[one.name]) for one in wanted]
     expected = finish(NativeEngine(models[1]), left)  # type: ignore[arg-type]
     for found in engine.run(finish, left):
@@ -143,7 +154,7 @@ def change_embedding(engine: VllmEngine) -> None:
 def test_stages_with_different_copies_of_an_embedding_are_found(
     engine: Divided, models: list[PreTrainedModel]
 ) -> None:
-    load(engine, models[0], 10**6)
+    load(engine, models[0])
     for process in engine.processes[-2:]:  # the last stage
         process.run(change_embedding)
     for process in engine.processes:
@@ -160,7 +171,7 @@ def test_it_sleeps_and_leaves_nothing(engine: Divided, models: list[PreTrainedMo
 def test_a_stage_that_is_killed_fails_the_others(engine: Divided, models: list[PreTrainedModel]) -> None:
     """Those that wait for it, and when the trainer ends them, those that wait for these. The last test of
     this engine."""
-    load(engine, models[0], 10**6)
+    load(engine, models[0])
     request = make_request([5] * 16, samples=20)
     for process in engine.processes:
         process.ask(generate, request, replace(GREEDY, max_tokens=200, ignore_eos=True))
