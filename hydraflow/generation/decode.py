@@ -18,7 +18,7 @@ Legend: Q prompts, B rows in the batch now, W rows of the wave, V vocabulary, L 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor
 from hydraflow.generation.base import SamplingParams
 from hydraflow.generation.forward import CachedForward
 from hydraflow.generation.groups import PromptGroup, at_least
+from hydraflow.generation.layout import Wave
 from hydraflow.generation.routes import WaveRoutes
 from hydraflow.generation.sampling import UniformDraws, choose
 from hydraflow.generation.stopping import StopStrings
@@ -59,21 +60,20 @@ class WaveDecoder:
     def __init__(
         self,
         forward: CachedForward,
+        wave: Wave,
         prompts: Sequence[Tensor],
-        widths: Sequence[int],
-        owner: Sequence[int],
         draws: UniformDraws | None,
-        routers: HFRouters | None = None,
+        routers: HFRouters | None,
     ):
-        """prompts: Q rows; widths: tokens to which each is padded, ascending; owner: for each of W rows its
-        prompt, ascending; draws: None when greedy; routers: the model's, if experts are asked for."""
+        """prompts: Q rows, those of the wave; draws: None when greedy; routers: the model's, if experts are
+        asked for."""
         self._forward, self._draws = forward, draws
         self._lengths = [len(prompt) for prompt in prompts]
-        alike = [(width, list(some)) for width, some in groupby(range(len(prompts)), widths.__getitem__)]
+        alike = [(width, list(some)) for width, some in groupby(range(len(prompts)), wave.widths.__getitem__)]
         self._groups = [PromptGroup(forward, [prompts[i] for i in some], width) for width, some in alike]
         """In the order of the batch's rows."""
-        self._owner = torch.tensor(owner, device=forward.device)
-        self._slot = _enough(torch.arange(len(owner), device=forward.device))
+        self._owner = torch.tensor(wave.owner, device=forward.device)
+        self._slot = _enough(torch.arange(len(wave.owner), device=forward.device))
         """(B,) index in the wave of each row in the batch."""
         self._routes = None if routers is None else WaveRoutes(routers)
 
@@ -102,11 +102,15 @@ class WaveDecoder:
             if step + 1 == params.max_tokens or not len(alive):
                 break
             logits = self._step(token, step)
-        found = _result(tokens[:, : step + 1], log_probs[:, : step + 1], ends)
-        if self._routes is None:
-            return found
-        of_rows = self._routes.rows(self._lengths, self._owner.tolist(), found.lengths.tolist())
-        return replace(found, routes=of_rows)
+        tokens, log_probs, lengths = tokens[:, : step + 1], log_probs[:, : step + 1], ends.lengths
+        in_use = torch.arange(step + 1, device=device)[None, :] < lengths[:, None]
+        if not bool(torch.isfinite(log_probs[in_use]).all()):
+            why = "its weights are damaged or have diverged"
+            raise FloatingPointError(f"the model's logits are not finite numbers; {why}")
+        routes = None
+        if self._routes is not None:
+            routes = self._routes.rows(self._lengths, self._owner.tolist(), lengths.tolist())
+        return WaveResult(tokens, log_probs, lengths, ends.stopped, routes)
 
     def _prefill(self) -> Tensor:
         """Runs every prompt once: logits (B, V) after the prompt of each row."""
@@ -179,12 +183,3 @@ class _Ends:
             row: not stopped[row] and self._strings[row].ends_with(one) for row, one in next_tokens.items()
         }
         return torch.tensor([found[row] for row in slot.tolist()], dtype=torch.bool, device=token.device)
-
-
-def _result(tokens: Tensor, log_probs: Tensor, ends: _Ends) -> WaveResult:
-    in_use = torch.arange(tokens.shape[1], device=tokens.device)[None, :] < ends.lengths[:, None]
-    if not bool(torch.isfinite(log_probs[in_use]).all()):
-        raise FloatingPointError(
-            "the model's logits are not finite numbers; its weights are damaged or have diverged"
-        )
-    return WaveResult(tokens, log_probs, ends.lengths, ends.stopped, None)

@@ -188,14 +188,8 @@ class NativeEngine:
             samples = [prompts[at].samples[i] for at, i in zip(wave.owner, wave.samples, strict=True)]
             keys = [some.key for some in prompts]
             draws = UniformDraws(keys, np.array(samples), np.array(wave.owner), device, sampled=sampled)
-        decoder = WaveDecoder(
-            self._forward,
-            [some.prompt for some in prompts],
-            wave.widths,
-            wave.owner,
-            draws,
-            self._routers() if params.routes else None,
-        )
+        routers = self._routers() if params.routes else None
+        decoder = WaveDecoder(self._forward, wave, [some.prompt for some in prompts], draws, routers)
         stop_tokens = torch.tensor(params.all_stop_tokens(self._eos), dtype=torch.int64, device=device)
         return decoder.run(params, stop_tokens, self._stop_strings(prompts, wave.owner, params, sampled))
 
