@@ -10,7 +10,7 @@ kernels repack). vLLM is imported lazily: this module is also imported where vLL
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -108,10 +108,10 @@ class WeightReceiver:
         a profiling pass that it skips on a CPU."""
         from vllm.distributed import get_pp_group
 
-        runner, model = self.model_runner, cast(Any, self._model())
+        runner = self.model_runner
         runner.sampler = tempered_sampler(runner.model_config.logprobs_mode)
         if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
-            runner.intermediate_tensors = model.make_empty_intermediate_tensors(
+            runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )
         self._empty, self._cache_bytes, self._asleep, self._packed = {}, {}, False, False
@@ -121,7 +121,7 @@ class WeightReceiver:
         from vllm.config import set_current_vllm_config
 
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
-            model: Any = self._model()
+            model = self.model_runner.get_model()
             model.load_weights((vllm_name(model, name), tensor) for name, tensor in stream)
 
     def hydraflow_pack_weights(self, changed: bool) -> None:
@@ -142,7 +142,7 @@ class WeightReceiver:
         """The weights by Hugging Face name."""
         from vllm.distributed import get_pp_group
 
-        return HeldWeights(self._model(), wanted, whole, get_pp_group())
+        return HeldWeights(self.model_runner.get_model(), wanted, whole, get_pp_group())
 
     def hydraflow_read_routes(self, request: str, tokens: int) -> Tensor | None:
         """uint8 or int16 (tokens, L, K): the experts of a request's first tokens; valid until the next
@@ -170,7 +170,7 @@ class WeightReceiver:
         for layer in self._packed_layers():
             layer.cpu_linear = F.linear  # drops the packed copy of its weight
         self._packed = False
-        for weight in set() if keeps else set(self._model().parameters()) - set(self._empty):
+        for weight in set() if keeps else set(self.model_runner.get_model().parameters()) - set(self._empty):
             self._empty[weight] = weight.shape
             weight.data = weight.new_empty(0)
         for cache in self.model_runner.kv_caches:
@@ -191,15 +191,12 @@ class WeightReceiver:
             cache.untyped_storage().resize_(nbytes)
         self._empty, self._cache_bytes = {}, {}
 
-    def _model(self) -> nn.Module:
-        return self.model_runner.get_model()
-
     def _packed_layers(self) -> list[Any]:
         """The layers that multiply with a packed copy of their weight: none on a GPU, or where the model is
         compiled."""
         if self.model_runner.device.type != "cpu" or not self.vllm_config.model_config.enforce_eager:
             return []
-        layers = [one for one in self._model().modules() if hasattr(one, "cpu_linear")]
+        layers = [one for one in self.model_runner.get_model().modules() if hasattr(one, "cpu_linear")]
         return [
             layer
             for layer in layers
