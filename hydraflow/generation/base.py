@@ -234,7 +234,8 @@ class GenerationEngine(Protocol):
     """
 
     def generate(self, request: GenerationRequest, params: SamplingParams) -> GenerationOutput:
-        """Samples. ValueError for prompts that do not fit; RuntimeError without weights."""
+        """Samples every prompt. ValueError: a prompt that does not fit the context or the vocabulary.
+        RuntimeError: without weights. FloatingPointError: log-probabilities are not numbers."""
 
     def submit(self, requests: Sequence[TokenRequest]) -> None:
         """Queues requests; errors as in `generate`."""

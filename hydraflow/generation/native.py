@@ -96,11 +96,6 @@ class NativeEngine:
         """While it sleeps: its weights and their shapes."""
 
     def generate(self, request: GenerationRequest, params: SamplingParams) -> GenerationOutput:
-        """Samples every prompt. See `GenerationOutput` for the order of rows.
-
-        ValueError: a prompt that does not fit the context or the vocabulary. RuntimeError: without weights.
-        FloatingPointError: the model's logits are not numbers.
-        """
         if self._not_ready:
             raise RuntimeError(self._not_ready)
         self._limits.require(request.prompts, params)

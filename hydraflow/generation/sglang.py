@@ -98,11 +98,7 @@ class SglangEngine:
         self._flights: dict[str, _Flight] = {}
 
     def generate(self, request: GenerationRequest, params: SamplingParams) -> GenerationOutput:
-        """Samples every prompt. See `GenerationOutput` for the order of rows.
-
-        ValueError: a prompt that does not fit the context or the vocabulary. RuntimeError: without weights.
-        FloatingPointError: log-probabilities are not numbers. EnvironmentFault: the server has failed.
-        """
+        """See `GenerationEngine`. EnvironmentFault: the server has failed."""
         self._limits.require(request.prompts, params)
         return sample_batch(self, request, params)
 
@@ -160,10 +156,6 @@ class SglangEngine:
             self._become_idle()
             self._server.post("/release_memory_occupation", {}, seconds=CALL_SECONDS)
             self._sleeps = True
-
-    def close(self) -> None:
-        """Ends the server; it also ends with this process."""
-        self._server.end()
 
     def _load(self) -> None:
         """Makes the server load the files, then removes them."""

@@ -109,11 +109,6 @@ class VllmEngine:
         self._rpc(WeightReceiver.hydraflow_prepare)
 
     def generate(self, request: GenerationRequest, params: SamplingParams) -> GenerationOutput:
-        """Samples every prompt. See `GenerationOutput` for the order of rows.
-
-        ValueError: a prompt that does not fit the context or the vocabulary. RuntimeError: without weights.
-        FloatingPointError: log-probabilities are not numbers.
-        """
         self._check(request.prompts, params)
         return sample_batch(self, request, params)
 

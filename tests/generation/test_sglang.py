@@ -96,7 +96,7 @@ def started(server: Installed) -> Iterator[SglangEngine]:
     """With draws that depend on a request's seed alone."""
     engine = build(engine_kwargs=EngineKwargs(sglang={"enable_deterministic_inference": True}))
     yield engine
-    engine.close()
+    engine._server.end()
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +297,7 @@ def test_it_takes_a_while_to_become_healthy(hollow: Installed) -> None:
     engine = ready(build())
     assert rows(engine.generate(make_request([3]), SamplingParams(max_tokens=2))) == [[5, 5]]
     assert len(hollow.processes()) == 2 and len(folders() - before) == 1
-    engine.close()
+    engine._server.end()
     assert hollow.processes() == [] and folders() == before
 
 
@@ -316,7 +316,7 @@ def test_it_answers_nobody_without_its_key_which_no_command_line_has(hollow: Ins
         assert connection.getresponse().status == 401
         connection.close()
     engine._server.post("/flush_cache", {})
-    engine.close()
+    engine._server.end()
 
 
 def test_one_that_does_not_become_healthy_is_ended(hollow: Installed) -> None:
@@ -383,7 +383,7 @@ def test_a_slow_response_is_waited_for_while_the_server_is_healthy(
     engine = ready(build())
     hollow.goes_wrong(hollow=True, pace=0.1)
     assert rows(engine.generate(make_request([3]), SamplingParams(max_tokens=8))) == [[5] * 8]
-    engine.close()
+    engine._server.end()
 
 
 def test_an_older_version_is_refused_before_anything_starts(tmp_path: Path) -> None:
