@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -200,3 +201,25 @@ def test_broken_end_tokens_are_not_passed_over(tiny: Path, text: str) -> None:
     (tiny / "generation_config.json").write_text(text)
     with pytest.raises(ConfigError, match="its generation_config.json cannot be read: "):
         loading.load_generation_config(ModelConfig(path=str(tiny)))
+
+
+LIBRARY = """
+from transformers import AutoConfig, LlamaConfig
+
+class MineConfig(LlamaConfig):
+    model_type = "llama_of_mine"
+
+AutoConfig.register("llama_of_mine", MineConfig)
+"""
+
+
+def test_an_architecture_that_external_lib_registers(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tiny.parent)
+    (tiny.parent / "registers_llama.py").write_text(LIBRARY)
+    described = json.loads((tiny / "config.json").read_text()) | {"model_type": "llama_of_mine"}
+    (tiny / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ConfigError, match="cannot be read as a model"):
+        loading.load_config(ModelConfig(path=str(tiny)))
+    found = loading.load_config(ModelConfig(path=str(tiny), external_lib="registers_llama"))
+    assert found.model_type == "llama_of_mine"
+    del sys.modules["registers_llama"]

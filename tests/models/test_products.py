@@ -12,15 +12,10 @@ from hydraflow.models.attention import attend_rows, plan_rows
 HEADS, DIM = 4, 8
 
 
-def causal(width: int, window: int) -> torch.Tensor:
-    seen = torch.ones(width, width, dtype=torch.bool).tril().triu(1 - window)
-    return torch.zeros(width, width, dtype=torch.float64).masked_fill(~seen, -torch.inf)
-
-
-def leaves(rows: int, width: int, kv: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+def leaves(rows: int, width: int, kv: int) -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(0)
     sizes = [(rows, width, heads, dim) for heads, dim in ((HEADS, DIM), (kv, DIM), (kv, DIM + 2))]
-    made = [torch.randn(size, generator=draw, dtype=torch.float64).to(dtype) for size in sizes]
+    made = [torch.randn(size, generator=draw, dtype=torch.float64) for size in sizes]
     return [one.transpose(1, 2).requires_grad_() for one in made]
 
 
@@ -33,10 +28,10 @@ def test_results_and_gradients_are_those_of_torch(
     monkeypatch.setattr(products, "_SCORE_BYTES", at_a_time)
     monkeypatch.setattr(products, "_BLOCK", block)
     q, k, v = leaves(3, 9, kv)
-    found = products.AttendByProducts.apply(q, k, v, 0.3, causal(9, window))
-    wanted = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=causal(9, window), scale=0.3, enable_gqa=kv < HEADS
-    )
+    seen = torch.ones(9, 9, dtype=torch.bool).tril().triu(1 - window)
+    mask = torch.zeros(9, 9, dtype=torch.float64).masked_fill(~seen, -torch.inf)
+    found = products.AttendByProducts.apply(q, k, v, 0.3, mask)
+    wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=kv < HEADS)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     grad = torch.randn_like(wanted)
     for mine, other in zip(
