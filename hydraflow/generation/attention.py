@@ -52,7 +52,7 @@ def in_use(model: PreTrainedModel) -> Iterator[None]:
 
 
 def by_groups(attend: Attention) -> Attention:
-    """An attention function that also takes keys and values of several groups of rows (`widths.py`), and
+    """Lets an attention function also take keys and values of several groups of rows (`widths.py`): it
     computes each group alone."""
 
     @wraps(attend)

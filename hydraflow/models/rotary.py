@@ -84,7 +84,7 @@ class Rotated(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backward: bool) -> Tensor:
-    """(B, T, h, d) rotated by cos and sin (B T, 1, d), or its gradient."""
+    """(B, T, h, d) rotated by cos and sin (B T, 1, d); `backward`: a gradient of that, turned back."""
     found = x.new_empty(x.shape)
     rows, out = x.flatten(0, 1), found.flatten(0, 1)  # (B T, h, d)
     half = rows.shape[-1] // 2

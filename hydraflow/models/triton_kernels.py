@@ -37,7 +37,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backward: bool) -> Tensor:
-    """`rotary.rotate`: (B, T, h, d) rotated by cos and sin (B T, 1, d), or its gradient."""
+    """`rotary.rotate`: (B, T, h, d) rotated by cos and sin (B T, 1, d); `backward`: as there."""
     rows = x.flatten(0, 1)  # (B T, h, d)
     if rows.stride(-1) != 1:
         rows = rows.contiguous()
