@@ -479,6 +479,12 @@ def test_tied_weights_may_come_under_both_names_but_must_agree(
         engine.run(update, [[*stream, ("lm_head.weight", embedding + 1)]])
 
 
+def assert_refused(process: EngineProcess, words: str) -> None:
+    with pytest.raises(RuntimeError, match=words):
+        process.run(held)
+    process.stop()
+
+
 def lack_a_call() -> None:
     """As a release that has renamed it."""
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -502,9 +508,7 @@ def test_what_vllm_does_not_run_is_refused() -> None:
             "lacks an API that hydraflow uses: .*from_vllm_config",
         ),
     ):
-        with pytest.raises(RuntimeError, match=f"rollout.name=vllm: .*{words}"):
-            process.run(held)
-        process.stop()
+        assert_refused(process, f"rollout.name=vllm: .*{words}")
 
 
 def test_weights_that_vllm_holds_under_another_form_or_name_are_read_back() -> None:
@@ -537,10 +541,8 @@ def test_weights_that_could_not_be_compared_are_refused_at_once() -> None:
             "DeepseekV3ForCausalLM [^\n]* attention .MLA. caches products of weights, which would go stale\n",
         ),
     ):
-        process = EngineProcess(config)
-        with pytest.raises(RuntimeError, match=rf"vllm: vLLM does not hold [^\n]*{words}(?s:.*)name=native"):
-            process.run(held)
-        process.stop()
+        rule = rf"vllm: vLLM does not hold [^\n]*{words}(?s:.*)name=native"
+        assert_refused(EngineProcess(config), rule)
 
 
 def start_no_python() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from generation.test_native import add_noise, largest_gap, make, make_request, rows, weights
-from generation.test_vllm import GREEDY, MODELS, NEAR, generate, held, sleep, update
+from generation.test_vllm import GREEDY, MODELS, NEAR, assert_refused, generate, held, sleep, update
 from generation.vllm_process import EngineProcess, needs_vllm
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -151,9 +151,7 @@ def test_layers_that_vllm_gives_no_adapter_are_refused_at_once() -> None:
         (AdapterLayers(513, ("q_proj",)), "adapters up to rank 512, the model's have rank 513"),
     ):
         process = EngineProcess(MODELS["untied"], adapters=layers)
-        with pytest.raises(RuntimeError, match=rf"rollout.name=vllm: vLLM [^\n]*{words}"):
-            process.run(held)
-        process.stop()
+        assert_refused(process, rf"rollout.name=vllm: vLLM [^\n]*{words}")
 
 
 def test_layers_may_be_some_of_those_of_a_fused_one(base: PreTrainedModel) -> None:
