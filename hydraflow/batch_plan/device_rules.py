@@ -30,13 +30,13 @@ def judge_devices(
     violations, layouts = [*_machines(topology), *_placed_twice(topology)], dict[str, Layout]()
     placed = True
     for role in topology.roles.values():
-        misplaced, wrong = _mapping(role, topology), list[Violation]()
-        placed = placed and not misplaced
-        if not misplaced:
-            wrong = [*_division(role, topology), *_shape(role, topology, shapes.get(role.role))]
-        violations += misplaced if role.mapping is not None else []
+        if misplaced := _mapping(role, topology):
+            placed = False
+            violations += misplaced if role.mapping is not None else []
+            continue
+        wrong = [*_division(role, topology), *_shape(role, shapes.get(role.role))]
         violations += wrong if not _is_the_actor(role, topology) else []
-        if not misplaced and not wrong:
+        if not wrong:
             layouts[role.role] = _layout(role)
     if placed:
         violations += _holes(topology)
@@ -89,11 +89,12 @@ def _machines(topology: Topology) -> Iterator[Violation]:
 
 
 def _placed_twice(topology: Topology) -> Iterator[Violation]:
-    for name in topology.placed_twice:
-        role, section = topology.roles[name], SECTIONS[name]
-        own: Values = {f"{section}.enable_resource_pool": False}
+    for name, role in topology.roles.items():
+        if not role.placed_twice:
+            continue
+        own: Values = {f"{SECTIONS[name]}.enable_resource_pool": False}
         if name == "rollout":
-            own = {f"{section}.nnodes": 0}
+            own = {f"{SECTIONS[name]}.nnodes": 0}
         devices = f"{role.mapping_key}={_show(role.mapping)} gives it devices of the trainer"
         text = f"gives the {name} machines of its own, but {devices}; set only one of the two"
         either: list[Fix] = [own, {role.mapping_key: None}]
@@ -236,7 +237,7 @@ def _divides(role: RoleDevices, topology: Topology, what: str, names: tuple[str,
     yield Violation(f"{what}:{role.role}", DIVISION, first.key, first.value, text, fixes)
 
 
-def _shape(role: RoleDevices, topology: Topology, shape: ShapeNumbers | None) -> Iterator[Violation]:
+def _shape(role: RoleDevices, shape: ShapeNumbers | None) -> Iterator[Violation]:
     """The parallel sizes divide the model's heads, layers and experts."""
     if shape is None:
         return
@@ -249,7 +250,7 @@ def _shape(role: RoleDevices, topology: Topology, shape: ShapeNumbers | None) ->
         of_tensor_rank = max(1, shape.heads // role.degree("tensor"))
         yield from _shares(role, "context", of_tensor_rank, "attention heads of a tensor-parallel rank")
         yield from _shares(role, "expert", shape.experts, "experts")
-        if role.role not in topology.layers_fixed:
+        if not role.layers_fixed:
             yield from _stages(role, shape.layers)
     else:
         yield from _replica_stages(role, shape)

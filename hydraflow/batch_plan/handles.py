@@ -82,8 +82,6 @@ class StepNumbers:
     """Letter of a number that followed -> the key that it follows from."""
     handles: Mapping[str, int]
     """The handles that were given, by key."""
-    data_ranks: int | None
-    """The actor's; None: unknown because its devices do not add up."""
     notes: tuple[str, ...] = ()
     doubtful: frozenset[str] = frozenset()
     """Keys of mini-batches that were not given or that contradict each other: no other rule reports them."""
@@ -121,8 +119,8 @@ class StepConstraints:
     """Limits on the numbers of a step, apart from the given numbers."""
 
     epochs: int
-    data_ranks: int | None
-    """The actor's; None: its devices do not add up."""
+    ranks: int
+    """The actor's data ranks; 1 if its devices do not add up."""
     group: int
     """Micro-batches come in groups of this size."""
     shares: tuple[int, ...]
@@ -133,11 +131,6 @@ class StepConstraints:
     """Q, n, M: the preferred values if nothing rules them out."""
     static: bool
     """Whether micro-batches have a fixed number of rows."""
-
-    @property
-    def ranks(self) -> int:
-        """The data ranks to divide by."""
-        return self.data_ranks or 1
 
     def follow(self, known: Mapping[str, int]) -> Derivation:
         """Everything that follows from `known`."""
@@ -231,10 +224,10 @@ def _nearest(value: int, unit: int) -> list[int]:
 
 
 def settle(
-    settings: Settings[PPOConfig], *, ranks: int | None, group: int, shares: Sequence[int], whole: int
+    settings: Settings[PPOConfig], *, ranks: int, group: int, shares: Sequence[int], whole: int
 ) -> tuple[StepNumbers, list[Violation]]:
-    """The numbers in force, and contradictions. `ranks`: the actor's data ranks, None if its devices do not
-    add up; `group`: see `StepConstraints`; `shares`, `whole`: what a critic requires of G and Q."""
+    """The numbers in force, and contradictions. `ranks`, `group`: see `StepConstraints`; `shares`, `whole`:
+    what a critic requires of G and Q."""
     config: PPOConfig = settings.config
     batch, actor = config.batch, config.actor_rollout_ref.actor
     found = {
@@ -250,7 +243,7 @@ def settle(
     given = {name: value for name, value in found.items() if value is not None}
     step = StepConstraints(
         epochs=actor.ppo_epochs,
-        data_ranks=ranks,
+        ranks=ranks,
         group=group,
         shares=tuple(shares),
         whole=whole,
@@ -324,7 +317,7 @@ class _NumberResolver:
                 to = ", ".join([*self._named(self.binding), f"{self.step.ranks} data ranks"])
                 notes.append(f"{KEYS[name]}={value}: {whose} {self.given[name]} yields to {to}")
         handles = {HANDLES[name]: value for name, value in self.handles.items()}
-        return StepNumbers(known, derived, handles, self.step.data_ranks, tuple(notes))
+        return StepNumbers(known, derived, handles, tuple(notes))
 
     def _source(self, name: str) -> str | None:
         """The handle without which a number would not follow."""

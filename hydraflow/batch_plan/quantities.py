@@ -13,7 +13,7 @@ from hydraflow.batch_plan.handles import KEYS
 from hydraflow.batch_plan.layout import Layout
 from hydraflow.batch_plan.parts import DERIVED, MicroPlan, MicroRequest, Quantity, RolePlan, RoleRequest
 from hydraflow.batch_plan.plans import BatchPlan
-from hydraflow.batch_plan.request import CRITIC_MINI, PER_ROUND, ROUNDS, Request
+from hydraflow.batch_plan.request import CRITIC_MINI, GEN_BATCH, PER_ROUND, ROUNDS, Request
 from hydraflow.batch_plan.settings import DEFAULT
 from hydraflow.batch_plan.topology import ROLLOUT, Topology
 from hydraflow.generation.config import GENERATION_ENGINES
@@ -32,9 +32,9 @@ def quantities(request: Request, topology: Topology, plan: BatchPlan) -> Iterato
         if micro and micro_plan:
             yield from _micro(request, micro, micro_plan)
     yield from _rollout(request, plan)
-    yield from _filter(request, plan)
+    yield from _filter(request)
     yield from _asynchronous(request, plan)
-    yield from _validation(request, plan)
+    yield from _validation(request)
 
 
 def _origin(request: Request, name: str) -> tuple[str, str]:
@@ -212,16 +212,16 @@ def _rollout(request: Request, plan: BatchPlan) -> Iterator[Quantity]:
     yield Quantity("agent workers: trajectories each", "trajectories", each, formula)
 
 
-def _filter(request: Request, plan: BatchPlan) -> Iterator[Quantity]:
-    if plan.filter is None or request.filter is None:
+def _filter(request: Request) -> Iterator[Quantity]:
+    if request.filter is None:
         return
-    size, most = plan.filter.prompts_per_call, plan.filter.most_prompts
-    own = request.filter.call_key == "data.gen_batch_size"
-    given = ("", request.settings.origin("data.gen_batch_size")) if own else ("Q", DERIVED)
+    size, most = request.filter.prompts_per_call, request.filter.most_prompts
+    own = request.call_key == GEN_BATCH
+    given = ("", request.settings.origin(GEN_BATCH)) if own else ("Q", DERIVED)
     yield Quantity("filter: prompts per call", "prompts", size, *given)
     formula = f"⌈Q/{size}⌉·{size} = ⌈{request.q}/{size}⌉·{size}"
-    yield Quantity("filter: prompts per step, at least", "prompts", plan.filter.least_prompts, formula)
-    formula = "no limit on calls" if most is None else f"{request.filter.most_calls} calls · {size}"
+    yield Quantity("filter: prompts per step, at least", "prompts", request.filter.least_prompts, formula)
+    formula = "no limit on calls" if most is None else f"{most // size} calls · {size}"
     yield Quantity("filter: prompts per step, at most", "prompts", most or "no limit", formula)
 
 
@@ -247,8 +247,9 @@ def _asynchronous(request: Request, plan: BatchPlan) -> Iterator[Quantity]:
     yield Quantity("async: stale trajectories, at most", "trajectories", rows, formula)
 
 
-def _validation(request: Request, plan: BatchPlan) -> Iterator[Quantity]:
-    size, n, origin = request.val_prompts, request.val_n, request.settings.origin
+def _validation(request: Request) -> Iterator[Quantity]:
+    asked, origin = request.validation, request.settings.origin
+    size, n = asked.prompts_per_call, asked.samples_per_prompt
     yield Quantity("validation batch", "prompts per call", size or "all", "", origin("data.val_batch_size"))
     yield Quantity("validation responses", "responses per prompt", n, "", origin(f"{ROLLOUT}.val_kwargs.n"))
     if size:

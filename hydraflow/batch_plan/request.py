@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from hydraflow.batch_plan.handles import KEYS, StepNumbers, settle
 from hydraflow.batch_plan.layout import Layout
 from hydraflow.batch_plan.parts import MicroRequest, RoleRequest
+from hydraflow.batch_plan.plans import FilterPlan, ValidationPlan
 from hydraflow.batch_plan.repair import Violation
 from hydraflow.batch_plan.roles import fills_by_tokens, needs_critic, needs_reference
 from hydraflow.batch_plan.settings import Settings
-from hydraflow.batch_plan.topology import ACTOR, REF, REWARD, ROLLOUT
+from hydraflow.batch_plan.topology import ACTOR, REWARD, SECTIONS
 from hydraflow.device import planned_type
 from hydraflow.generation.config import RolloutConfig
 from hydraflow.schema import PPOConfig
@@ -26,16 +27,7 @@ from hydraflow.schema import PPOConfig
 TRAIN_BATCH, SAMPLES = KEYS["Q"], KEYS["n"]
 CRITIC_MINI = "critic.ppo_mini_batch_size"
 ROUNDS, PER_ROUND = "async_training.trigger_parameter_sync_step", "async_training.require_batches"
-
-
-@dataclass(frozen=True)
-class FilterRequest:
-    """Dynamic sampling as requested."""
-
-    prompts_per_call: int
-    call_key: str
-    most_calls: int
-    """0: no limit."""
+GEN_BATCH = "data.gen_batch_size"
 
 
 @dataclass(frozen=True)
@@ -67,13 +59,15 @@ class Request:
     values: MicroRequest | None
     reward_model: MicroRequest | None
     rollout: RolloutConfig
-    filter: FilterRequest | None
+    filter: FilterPlan | None
+    """None: every sampled prompt is trained on."""
+    call_key: str
+    """The key that decides how many prompts are sampled at a time."""
     asynchronous: AsyncRequest | None
     """None: sampling and training take turns."""
     workers: int
     """Agent workers."""
-    val_prompts: int | None
-    val_n: int
+    validation: ValidationPlan
     epochs: int
     """Passes over the training prompts."""
     asked_steps: int | None
@@ -131,21 +125,23 @@ def read(
 ) -> tuple[Request, list[Violation]]:
     """The requested sizes, and the violations found while reading them."""
     config: PPOConfig = settings.config
-    rollout, filtered = config.actor_rollout_ref.rollout, None
-    groups, per_call = config.algorithm.filter_groups, config.data.gen_batch_size
+    rollout, groups = config.actor_rollout_ref.rollout, config.algorithm.filter_groups
     has_critic, mini = needs_critic(config), config.critic.ppo_mini_batch_size
     numbers, broken = settle(
         settings,
-        ranks=layouts["actor"].data_ranks if "actor" in layouts else None,
+        ranks=layouts["actor"].data_ranks if "actor" in layouts else 1,
         group=_group(layouts.get("actor")),
         shares=_critic_shares(config, layouts) if has_critic and mini is None else [],
         whole=mini or 1 if has_critic else 1,
     )
+    q, filtered, call_key = numbers.values["Q"], None, numbers.key("Q")
     if groups.enable:
-        key = numbers.key("Q") if per_call is None else "data.gen_batch_size"
-        filtered = FilterRequest(per_call or numbers.values["Q"], key, groups.max_num_gen_batches)
+        size = config.data.gen_batch_size or q
+        filtered = FilterPlan(size, -(-q // size) * size, groups.max_num_gen_batches * size or None)
+        call_key = call_key if config.data.gen_batch_size is None else GEN_BATCH
     actor = _read_actor(config, numbers, layouts)
     critic = _read_critic(config, actor, layouts) if has_critic else None
+    of_ref = layouts.get("ref", layouts.get("actor"))
     request = Request(
         settings=settings,
         numbers=numbers,
@@ -155,16 +151,16 @@ def read(
         longest_response=config.data.max_response_length,
         actor=actor,
         critic=critic,
-        old_log_prob=_read_log_prob(config, actor.micro, layouts, ROLLOUT),
-        ref=_read_log_prob(config, actor.micro, layouts, REF) if needs_reference(config) else None,
+        old_log_prob=_read_log_prob(config, "rollout", actor.micro, layouts.get("actor")),
+        ref=_read_log_prob(config, "ref", actor.micro, of_ref) if needs_reference(config) else None,
         values=_read_values(config, critic.micro) if critic else None,
         reward_model=_read_reward(config) if config.reward.reward_model.enable else None,
         rollout=rollout,
         filter=filtered,
-        asynchronous=_read_async(settings, numbers.values["Q"], actor.mini),
+        call_key=call_key,
+        asynchronous=_read_async(settings, q, actor.mini),
         workers=rollout.agent.num_workers,
-        val_prompts=config.data.val_batch_size,
-        val_n=rollout.val_kwargs.n,
+        validation=ValidationPlan(config.data.val_batch_size, rollout.val_kwargs.n),
         epochs=config.trainer.total_epochs,
         asked_steps=config.trainer.total_training_steps,
     )
@@ -210,17 +206,25 @@ def _shared(micro: MicroRequest, layout: Layout | None) -> MicroRequest:
     return replace(micro, sharers=layout.context, group=_group(layout)) if layout else micro
 
 
+def _read_update(config: PPOConfig, role: str, layout: Layout | None) -> MicroRequest:
+    """The micro-batches of the actor's or the critic's update."""
+    section = config.critic if role == "critic" else config.actor_rollout_ref.actor
+    key = SECTIONS[role]
+    micro = MicroRequest(
+        purpose=f"the {role}'s update",
+        rows=section.ppo_micro_batch_size_per_gpu,
+        rows_key=f"{key}.ppo_micro_batch_size_per_gpu",
+        dynamic=fills_by_tokens(config, role),
+        max_tokens=section.ppo_max_token_len_per_gpu,
+        tokens_key=f"{key}.ppo_max_token_len_per_gpu",
+        group_key=f"{key}.megatron.virtual_pipeline_model_parallel_size",
+    )
+    return _shared(micro, layout)
+
+
 def _read_actor(config: PPOConfig, numbers: StepNumbers, layouts: Mapping[str, Layout]) -> RoleRequest:
     actor, layout = config.actor_rollout_ref.actor, layouts.get("actor")
-    micro = MicroRequest(
-        purpose="the actor's update",
-        rows=numbers.values.get("m", actor.ppo_micro_batch_size_per_gpu),
-        rows_key=numbers.key("m"),
-        dynamic=fills_by_tokens(config, "actor"),
-        max_tokens=actor.ppo_max_token_len_per_gpu,
-        tokens_key=f"{ACTOR}.ppo_max_token_len_per_gpu",
-        group_key=f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size",
-    )
+    micro = _read_update(config, "actor", layout)
     return RoleRequest(
         name="actor",
         mini=numbers.values["M"],
@@ -228,7 +232,7 @@ def _read_actor(config: PPOConfig, numbers: StepNumbers, layouts: Mapping[str, L
         ranks=layout.data_ranks if layout else None,
         epochs=actor.ppo_epochs,
         shuffle=actor.shuffle,
-        micro=_shared(micro, layout),
+        micro=replace(micro, rows=numbers.values.get("m", micro.rows), rows_key=numbers.key("m")),
         optim=actor.optim,
         optim_key=f"{ACTOR}.optim",
         first_step=max(1, config.trainer.critic_warmup),
@@ -238,15 +242,6 @@ def _read_actor(config: PPOConfig, numbers: StepNumbers, layouts: Mapping[str, L
 def _read_critic(config: PPOConfig, actor: RoleRequest, layouts: Mapping[str, Layout]) -> RoleRequest:
     """Nulls follow the actor; the key reported for such a number is the actor's."""
     critic, layout = config.critic, layouts.get("critic")
-    micro = MicroRequest(
-        purpose="the critic's update",
-        rows=critic.ppo_micro_batch_size_per_gpu,
-        rows_key="critic.ppo_micro_batch_size_per_gpu",
-        dynamic=fills_by_tokens(config, "critic"),
-        max_tokens=critic.ppo_max_token_len_per_gpu,
-        tokens_key="critic.ppo_max_token_len_per_gpu",
-        group_key="critic.megatron.virtual_pipeline_model_parallel_size",
-    )
     return RoleRequest(
         name="critic",
         mini=critic.ppo_mini_batch_size or actor.mini,
@@ -254,28 +249,27 @@ def _read_critic(config: PPOConfig, actor: RoleRequest, layouts: Mapping[str, La
         ranks=layout.data_ranks if layout else None,
         epochs=critic.ppo_epochs or actor.epochs,
         shuffle=actor.shuffle if critic.shuffle is None else critic.shuffle,
-        micro=_shared(micro, layout),
+        micro=_read_update(config, "critic", layout),
         optim=critic.optim,
         optim_key="critic.optim",
     )
 
 
-def _read_log_prob(
-    config: PPOConfig, update: MicroRequest, layouts: Mapping[str, Layout], prefix: str
-) -> MicroRequest:
-    """Log-probabilities of the actor or the reference; nulls follow the actor's update."""
-    policy = config.actor_rollout_ref
-    section = policy.rollout if prefix == ROLLOUT else policy.ref
+def _read_log_prob(config: PPOConfig, role: str, update: MicroRequest, layout: Layout | None) -> MicroRequest:
+    """Log-probabilities of the actor (settings of the rollout) or the reference; nulls follow the actor's
+    update."""
+    policy, key = config.actor_rollout_ref, SECTIONS[role]
+    section = policy.rollout if role == "rollout" else policy.ref
     tokens = section.log_prob_max_token_len_per_gpu
     micro = MicroRequest(
-        purpose="the old log-probabilities" if prefix == ROLLOUT else "the reference's log-probabilities",
+        purpose="the old log-probabilities" if role == "rollout" else "the reference's log-probabilities",
         rows=section.log_prob_micro_batch_size_per_gpu,
-        rows_key=f"{prefix}.log_prob_micro_batch_size_per_gpu",
-        dynamic=fills_by_tokens(config, "rollout" if prefix == ROLLOUT else "ref"),
+        rows_key=f"{key}.log_prob_micro_batch_size_per_gpu",
+        dynamic=fills_by_tokens(config, role),
         max_tokens=tokens or update.max_tokens,
-        tokens_key=update.tokens_key if tokens is None else f"{prefix}.log_prob_max_token_len_per_gpu",
+        tokens_key=update.tokens_key if tokens is None else f"{key}.log_prob_max_token_len_per_gpu",
     )
-    return _shared(micro, layouts.get("ref" if prefix == REF and "ref" in layouts else "actor"))
+    return _shared(micro, layout)
 
 
 def _read_values(config: PPOConfig, update: MicroRequest) -> MicroRequest:

@@ -27,7 +27,7 @@ from hydraflow.batch_plan.device_rules import judge_devices
 from hydraflow.batch_plan.handles import NO_MINI_BATCH
 from hydraflow.batch_plan.layout import ShapeNumbers, placement_of
 from hydraflow.batch_plan.parts import MOST, MicroPlan, MicroRequest, RolePlan, RoleRequest, no_sizes
-from hydraflow.batch_plan.plans import AgentPlan, AsyncPlan, FilterPlan, RolloutPlan, ValidationPlan
+from hydraflow.batch_plan.plans import AgentPlan, AsyncPlan, RolloutPlan
 from hydraflow.batch_plan.plans import BatchPlan as BatchPlan
 from hydraflow.batch_plan.quantities import quantities
 from hydraflow.batch_plan.repair import BATCH, MICRO, Fix, Violation
@@ -152,8 +152,8 @@ def _plan(request: Request, topology: Topology) -> BatchPlan:
         reward_model=forward(request.reward_model, "reward_model"),
         rollout=_rollout_plan(request),
         agent=AgentPlan(request.workers, -(-s // request.workers)),
-        validation=ValidationPlan(request.val_prompts, request.val_n),
-        filter=_filter_plan(request),
+        validation=request.validation,
+        filter=request.filter,
         asynchronous=_async_plan(request),
         cluster=topology.cluster,
         layouts=layouts,
@@ -178,13 +178,6 @@ def _rollout_plan(request: Request) -> RolloutPlan:
         max_model_len=rollout.max_model_len or request.longest_row,
         max_num_batched_tokens=batched_tokens(rollout, request.longest_row, request.device_type),
     )
-
-
-def _filter_plan(request: Request) -> FilterPlan | None:
-    if request.filter is None:
-        return None
-    size = request.filter.prompts_per_call
-    return FilterPlan(size, -(-request.q // size) * size, request.filter.most_calls * size or None)
 
 
 def _async_plan(request: Request) -> AsyncPlan | None:

@@ -12,11 +12,9 @@ from functools import partial
 from hydraflow.batch_plan import targets
 from hydraflow.batch_plan.parts import RoleRequest, divisors
 from hydraflow.batch_plan.repair import BATCH, BUDGET, MICRO, SCHEDULE, Fix, Violation
-from hydraflow.batch_plan.request import PER_ROUND, ROUNDS, SAMPLES, TRAIN_BATCH, Request
+from hydraflow.batch_plan.request import GEN_BATCH, PER_ROUND, ROUNDS, SAMPLES, TRAIN_BATCH, Request
 from hydraflow.batch_plan.topology import PER_NODE, ROLLOUT
 from hydraflow.generation.config import GENERATION_ENGINES, SamplingConfig, least_batched_tokens
-
-GEN_BATCH = "data.gen_batch_size"
 
 
 def judge_batches(request: Request) -> list[Violation]:
@@ -76,7 +74,7 @@ def _every_rank_has_rows(request: Request) -> Iterator[Violation]:
         rows = calls * request.n
         if rows >= layout.data_ranks:
             continue
-        key = request.filter.call_key if request.filter and role == "rollout" else request.numbers.key("Q")
+        key = request.call_key if role == "rollout" else request.numbers.key("Q")
         given = request.numbers.handles.get(key)
         text = "is fewer" if given else f"times {SAMPLES}={request.n} is {rows}"
         text += f" trajectories per {what}" + (" than" if given else ", fewer than")
@@ -87,7 +85,7 @@ def _every_rank_has_rows(request: Request) -> Iterator[Violation]:
 
 def _larger_calls(request: Request, ranks: int) -> Iterator[Fix]:
     yield from targets.fixes(request)
-    if request.filter and request.filter.call_key == GEN_BATCH:
+    if request.call_key == GEN_BATCH:
         yield {GEN_BATCH: -(-ranks // request.n)}
         yield {GEN_BATCH: None}
 
@@ -172,13 +170,14 @@ def _filter_can_fill_a_step(request: Request) -> Iterator[Violation]:
     """The prompts that dynamic sampling may take are enough for a step, and the data has that many."""
     if not request.filter:
         return
-    calls, size = request.filter.most_calls, request.filter.prompts_per_call
+    most, size = request.filter.most_prompts, request.filter.prompts_per_call
     key = "algorithm.filter_groups.max_num_gen_batches"
-    if calls and calls * size < request.q:
-        text = f"batches of {size} prompts are {calls * size}, fewer than the {request.q} of a step"
+    if most and most < request.q:
+        calls = most // size
+        text = f"batches of {size} prompts are {most}, fewer than the {request.q} of a step"
         fixes = [{key: -(-request.q // size)}, {GEN_BATCH: -(-request.q // calls)}, {key: 0}]
         yield Violation("filter", BUDGET, key, calls, text, fixes)
-    if request.filter.call_key == GEN_BATCH and request.prompts is not None and size > request.prompts:
+    if request.call_key == GEN_BATCH and request.prompts is not None and size > request.prompts:
         text = f"is more than the {request.prompts} available training prompts"
         fewer: list[Fix] = [{GEN_BATCH: None}, {GEN_BATCH: request.prompts}]
         yield Violation("gen batch", BATCH, GEN_BATCH, size, text, fewer)

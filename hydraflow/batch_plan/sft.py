@@ -12,7 +12,7 @@ from functools import partial
 
 from hydraflow.batch_plan import repair
 from hydraflow.batch_plan.device_rules import device_fixes, judge_devices
-from hydraflow.batch_plan.layout import Cluster, Devices, Layout, Pool, ShapeNumbers
+from hydraflow.batch_plan.layout import Cluster, Layout, Pool, ShapeNumbers
 from hydraflow.batch_plan.parts import (
     MicroRequest,
     Plan,
@@ -153,12 +153,9 @@ def _read_topology(config: SupervisedConfig, devices_per_node: int) -> Topology:
         devices=pool.devices,
         devices_per_node=per_node,
         pool=pool.name,
-        mapping=None,
-        twice=Devices(()),
-        fault="",
         degrees=fsdp_degrees(config.fsdp_config, "fsdp_config"),
     )
-    return Topology(Cluster((pool,)), {"model": model}, NODES, PER_NODE, None, None, frozenset(), ())
+    return Topology(Cluster((pool,)), {"model": model})
 
 
 def _read_role(config: SupervisedConfig, layout: Layout | None) -> RoleRequest:

@@ -58,17 +58,13 @@ def require_layers(layers: int, settings: MegatronConfig, *, section: str) -> No
 def stage_problems(config: PPOConfig, *, policy: int | None, critic: int | None) -> list[Problem]:
     """Problems of all roles. `policy`, `critic`: the models' numbers of layers; None: not known. A reference
     that follows the actor is reported once."""
-    faults, seen = Faults(), list[MegatronConfig]()
+    faults, seen = Faults(), list[tuple[int, int, dict[str, Any]]]()
     for section, settings in megatron_sections(config):
         layers = critic if section == "critic" else policy
-        is_same = section != "critic" and any(
-            (one.pipeline_model_parallel_size, one.chunks, _given(one))
-            == (settings.pipeline_model_parallel_size, settings.chunks, _given(settings))
-            for one in seen
-        )
-        if layers is not None and not is_same:
+        split = (settings.pipeline_model_parallel_size, settings.chunks, _given(settings))
+        if layers is not None and (section == "critic" or split not in seen):
             faults.passes(partial(require_layers, layers, settings, section=section))
-        seen.append(settings)
+        seen.append(split)
     return faults.problems
 
 

@@ -79,8 +79,8 @@ def _overrides(request: Request, q: int, n: int, mini: int, critic: int) -> Valu
     if request.critic and request.critic.mini_key == CRITIC_MINI and critic not in (0, request.critic.mini):
         values[CRITIC_MINI] = critic
     handles = {"S": q * n, "G": mini * n, "K": _whole(q * request.actor.epochs, mini)}
-    if numbers.data_ranks and "m" in numbers.values and numbers.key("m") == KEYS["m"]:
-        handles["a"] = _whole(mini * n, numbers.data_ranks * numbers.values["m"])
+    if request.actor.ranks and "m" in numbers.values and numbers.key("m") == KEYS["m"]:
+        handles["a"] = _whole(mini * n, request.actor.ranks * numbers.values["m"])
     for name, value in handles.items():
         if numbers.handles.get(HANDLES[name], value) != value:
             values[HANDLES[name]] = value

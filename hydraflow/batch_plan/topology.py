@@ -21,7 +21,6 @@ ACTOR, CRITIC = "actor_rollout_ref.actor", "critic"
 REF, ROLLOUT = "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 REWARD = "reward.reward_model"
 SECTIONS = {"actor": ACTOR, "critic": CRITIC, "ref": REF, "rollout": ROLLOUT, "reward_model": REWARD}
-TRAINED = ("actor", "critic", "ref")
 NODES, PER_NODE = "trainer.nnodes", "trainer.n_gpus_per_node"
 CLUSTER_NODES, CLUSTER_PER_NODE = "cluster.nodes", "cluster.devices_per_node"
 
@@ -45,14 +44,18 @@ class RoleDevices:
     devices_per_node: int
     pool: str
     """The pool whose devices it has, all of them; empty: it has a mapping."""
-    mapping: object
-    twice: Devices
-    """Devices that the mapping names more than once."""
-    fault: str
-    """What is wrong with the mapping itself."""
     degrees: Mapping[str, Degree]
     """tensor, pipeline, virtual_pipeline, context, expert, expert_tensor, shard, replica_data: those that the
     engine knows."""
+    mapping: object = None
+    twice: Devices = Devices(())
+    """Devices that the mapping names more than once."""
+    fault: str = ""
+    """What is wrong with the mapping itself."""
+    placed_twice: bool = False
+    """Whether it is given both devices and machines of its own."""
+    layers_fixed: bool = False
+    """Whether its configuration assigns layers to pipeline stages itself."""
 
     @property
     def mapping_key(self) -> str:
@@ -75,18 +78,14 @@ class Topology:
 
     cluster: Cluster
     roles: Mapping[str, RoleDevices]
-    nodes_key: str
+    nodes_key: str = NODES
     """The key that decides how many machines the trainer has."""
-    per_node_key: str
+    per_node_key: str = PER_NODE
     """The key that decides how many devices each of them has."""
-    asked_nodes: int | None
+    asked_nodes: int | None = None
     """cluster.nodes, as requested."""
-    asked_per_node: int | None
+    asked_per_node: int | None = None
     """cluster.devices_per_node, as requested."""
-    layers_fixed: frozenset[str]
-    """Roles whose configuration assigns layers to pipeline stages itself."""
-    placed_twice: tuple[str, ...]
-    """Roles that are given both devices and machines of their own."""
 
     @property
     def pools(self) -> dict[str, Pool]:
@@ -112,8 +111,6 @@ def read_topology(settings: Settings[PPOConfig], devices_per_node: int) -> Topol
         per_node_key=per_node_key,
         asked_nodes=cluster.nodes,
         asked_per_node=cluster.devices_per_node,
-        layers_fixed=frozenset(role for role in reader.names() if reader.says_layers(role)),
-        placed_twice=tuple(role for role in reader.names() if reader.is_placed_twice(role)),
     )
 
 
@@ -121,24 +118,38 @@ class _TopologyReader:
     def __init__(self, settings: Settings[PPOConfig]):
         self.settings = settings
         self.config: PPOConfig = settings.config
-        self.policy = self.config.actor_rollout_ref
+        self.policy, self.reward = self.config.actor_rollout_ref, self.config.reward.reward_model
+        self.trained: dict[str, ActorConfig | CriticConfig | RefConfig] = {
+            "actor": self.policy.actor,
+            "critic": self.config.critic,
+            "ref": self.policy.ref,
+        }
+        """The configurations of the roles with a training engine."""
+        self.mappings: dict[str, object] = {
+            "actor": self.policy.actor.device_mapping,
+            "critic": self.config.critic.device_mapping,
+            "ref": self.policy.ref.device_mapping,
+            "rollout": self.policy.rollout.device_mapping,
+            "reward_model": self.reward.device_mapping,
+        }
+        self.own_machines: dict[str, tuple[int, int]] = {}
+        """Role -> the machines of its own, and the devices on each."""
+        if self.policy.rollout.nnodes > 0:
+            self.own_machines["rollout"] = (self.policy.rollout.nnodes, self.policy.rollout.n_gpus_per_node)
+        if self.reward.enable and self.reward.enable_resource_pool:
+            self.own_machines["reward_model"] = (self.reward.nnodes, self.reward.n_gpus_per_node)
 
     def names(self) -> list[str]:
         """The roles that run and hold a model."""
         runs = {"critic": needs_critic(self.config), "ref": own_reference(self.config)}
-        runs["reward_model"] = self.config.reward.reward_model.enable
+        runs["reward_model"] = self.reward.enable
         return [role for role in SECTIONS if runs.get(role, True)]
 
     def pools(self, devices_per_node: int) -> tuple[str, str, dict[str, Pool]]:
         """The keys that decide the trainer's machines and the devices on each; the trainer's machines, and
         those of roles that have their own."""
-        rollout, reward = self.policy.rollout, self.config.reward.reward_model
         cluster, trainer = self.config.cluster, self.config.trainer
-        others = {}
-        if rollout.nnodes > 0 and rollout.device_mapping is None:
-            others["rollout"] = (rollout.nnodes, rollout.n_gpus_per_node)
-        if reward.enable and reward.enable_resource_pool and reward.device_mapping is None:
-            others["reward_model"] = (reward.nnodes, reward.n_gpus_per_node)
+        others = {role: own for role, own in self.own_machines.items() if self.mappings[role] is None}
         nodes, nodes_key, per_node_key = trainer.nnodes, NODES, PER_NODE
         if cluster.nodes is not None and self._yields(NODES, CLUSTER_NODES):
             nodes = max(1, cluster.nodes - sum(count for count, _ in others.values()))
@@ -164,11 +175,10 @@ class _TopologyReader:
     def role(self, role: str, pools: Mapping[str, Pool]) -> RoleDevices:
         """A role on the devices of its mapping, on its own machines, with the actor, or on all devices of the
         trainer."""
-        mapping = self._mapping(role)
-        follows_actor = role in ("ref", "rollout") and mapping is None and role not in pools
-        if follows_actor:
-            mapping = self.policy.actor.device_mapping
-        pool = pools.get(role, pools["trainer"])
+        own, engine = self.mappings[role], self._engine(role)
+        mapping, pool = own, pools.get(role, pools["trainer"])
+        if role in ("ref", "rollout") and role not in pools and own is None:
+            mapping = self.mappings["actor"]
         devices, twice, fault = pool.devices, Devices(()), ""
         if mapping is not None:
             try:
@@ -177,42 +187,26 @@ class _TopologyReader:
                 devices, fault = Devices(()), str(error)
         return RoleDevices(
             role=role,
-            engine=self._engine(role),
+            engine=engine,
             devices=devices,
             devices_per_node=pool.devices_per_node,
             pool="" if mapping is not None else pool.name,
-            mapping=None if follows_actor else mapping,
+            degrees=self._degrees(role),
+            mapping=own,
             twice=twice,
             fault=fault,
-            degrees=self._degrees(role),
+            placed_twice=role in self.own_machines and own is not None,
+            layers_fixed=engine == "megatron" and self.trained[role].megatron.gives_layers,
         )
-
-    def is_placed_twice(self, role: str) -> bool:
-        """Whether a role is given both devices and machines of its own."""
-        reward = self.config.reward.reward_model
-        own = {"rollout": self.policy.rollout.nnodes > 0, "reward_model": reward.enable_resource_pool}
-        return own.get(role, False) and self._mapping(role) is not None
-
-    def _mapping(self, role: str) -> object:
-        if role in TRAINED:
-            return self._section(role).device_mapping
-        section = self.policy.rollout if role == "rollout" else self.config.reward.reward_model
-        return section.device_mapping
-
-    def _section(self, role: str) -> ActorConfig | CriticConfig | RefConfig:
-        """The configuration of a role with a training engine."""
-        if role == "critic":
-            return self.config.critic
-        return self.policy.ref if role == "ref" else self.policy.actor
 
     def _engine(self, role: str) -> str:
         if role == "rollout":
             return self.policy.rollout.name
         strategy = self.config.critic.strategy if role == "critic" else self.policy.actor.strategy
-        return "megatron" if strategy == "megatron" and role != "reward_model" else "fsdp2"
+        return "megatron" if strategy == "megatron" and role in self.trained else "fsdp2"
 
     def _degrees(self, role: str) -> dict[str, Degree]:
-        rollout, reward = self.policy.rollout, self.config.reward.reward_model
+        rollout = self.policy.rollout
         if role == "rollout":
             sizes = {
                 "tensor": ("tensor_model_parallel_size", rollout.tensor_model_parallel_size),
@@ -222,7 +216,7 @@ class _TopologyReader:
             return {name: Degree(size, f"{ROLLOUT}.{key}") for name, (key, size) in sizes.items()}
         if role == "reward_model":
             key = f"{REWARD}.tensor_model_parallel_size"
-            return {"tensor": Degree(reward.tensor_model_parallel_size, key)}
+            return {"tensor": Degree(self.reward.tensor_model_parallel_size, key)}
         own, leader = self._trained_degrees(role), self._trained_degrees("actor")
         if role != "ref":
             return own
@@ -232,16 +226,10 @@ class _TopologyReader:
 
     def _trained_degrees(self, role: str) -> dict[str, Degree]:
         """The sizes of a role with a training engine, from its own section."""
-        section = self._section(role)
+        section = self.trained[role]
         if self._engine(role) == "megatron":
             return megatron_degrees(section.megatron, f"{SECTIONS[role]}.megatron")
         return fsdp_degrees(section.fsdp_config, f"{SECTIONS[role]}.fsdp_config")
-
-    def says_layers(self, role: str) -> bool:
-        """Whether the configuration gives Megatron-Core the layers of each pipeline stage."""
-        if role not in TRAINED or self._engine(role) != "megatron":
-            return False
-        return self._section(role).megatron.gives_layers
 
 
 def fsdp_degrees(fsdp: FSDPConfig, prefix: str) -> dict[str, Degree]:
