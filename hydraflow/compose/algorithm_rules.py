@@ -17,11 +17,10 @@ from hydraflow.algorithms.config import (
     estimator_of,
     listed_in,
 )
+from hydraflow.batch_plan.topology import ROLLOUT
 from hydraflow.errors import Problem, shown
 from hydraflow.options import effective_value
 from hydraflow.schema import PPOConfig
-
-ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def _samples_are_drawn(config: PPOConfig) -> Iterator[Problem]:

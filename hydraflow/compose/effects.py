@@ -18,6 +18,7 @@ from hydraflow.batch_plan.layout import Devices
 from hydraflow.batch_plan.mapping import parse
 from hydraflow.batch_plan.roles import fills_by_tokens, needs_critic, needs_reference
 from hydraflow.batch_plan.settings import value_at
+from hydraflow.batch_plan.topology import ACTOR, REF, ROLLOUT
 from hydraflow.compose.patterns import fits
 from hydraflow.engine.config import engine_config
 from hydraflow.errors import Problem, shown
@@ -42,7 +43,6 @@ class NoEffectRule:
 
 
 POLICY = "actor_rollout_ref.model"
-ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 BY_TOKENS = "use_dynamic_bsz=true fills micro-batches by tokens"
 BY_ROWS = "micro-batches have a fixed number of rows"
 VALIDATION = "{test_freq,val_before_train,log_val_generations,validation_data_dir}"
@@ -57,6 +57,13 @@ def _while(switch: str, pattern: str, what: str) -> NoEffectRule:
     """Keys without effect while `switch` is true; `what` completes the reason, as in "switch=true what"."""
     return NoEffectRule(
         pattern, lambda c: bool(value_at(c, switch)), f"{switch}=true {what}", f"{switch}=false"
+    )
+
+
+def _unless(key: str, value: str, pattern: str) -> NoEffectRule:
+    """Keys without effect unless another key has this value."""
+    return NoEffectRule(
+        pattern, lambda c: value_at(c, key) != value, f"{key} is not {value}", f"{key}={value}"
     )
 
 
@@ -108,12 +115,7 @@ _ROLES = (
         lambda c: True,
         "the reference is not trained",
     ),
-    NoEffectRule(
-        f"{REF}.megatron.**",
-        lambda c: c.actor_rollout_ref.actor.strategy != "megatron",
-        f"{ACTOR}.strategy is not megatron",
-        f"{ACTOR}.strategy=megatron",
-    ),
+    _unless(f"{ACTOR}.strategy", "megatron", f"{REF}.megatron.**"),
     NoEffectRule(
         f"{REF}.fsdp_config.**",
         lambda c: c.actor_rollout_ref.actor.strategy == "megatron",
@@ -136,10 +138,6 @@ def _rollout_is_with(config: PPOConfig, mapping: object) -> bool:
     engine = GENERATION_ENGINES.get(rollout.name)
     shares = engine is not None and not engine.own_process
     return config.trainer.debug.local or (config.trainer.fuse_roles and same_devices and shares)
-
-
-def _samples_without(engine: str, config: PPOConfig) -> bool:
-    return config.actor_rollout_ref.rollout.name != engine
 
 
 def _reads_back(config: PPOConfig) -> bool:
@@ -166,12 +164,7 @@ _PLACES = (
         "trainer.fuse_roles=false",
     ),
     *(
-        NoEffectRule(
-            f"{ROLLOUT}.engine_kwargs.{name}",
-            partial(_samples_without, name),
-            f"{ROLLOUT}.name is not {name}",
-            f"{ROLLOUT}.name={name}",
-        )
+        _unless(f"{ROLLOUT}.name", name, f"{ROLLOUT}.engine_kwargs.{name}")
         for name, engine in GENERATION_ENGINES.items()
         if "engine_kwargs" in engine.reads
     ),

@@ -26,6 +26,7 @@ from hydraflow.compose.nearest import missing_words, nearest
 from hydraflow.errors import Problem, shown
 from hydraflow.options import Rule, option_of
 from hydraflow.redact import HIDDEN, public
+from hydraflow.system.columns import paragraph
 
 _SWITCHED = {"yes": True, "on": True, "y": True, "t": True, "no": False, "off": False, "n": False, "f": False}
 """Other words for true and false, most of them from YAML 1.1."""
@@ -251,14 +252,8 @@ def describe(schema: type, name: str = "") -> str:
 
 def wrapped(text: str, *, first: int = 0, rest: int = 0) -> list[str]:
     """Lines as wide as the terminal, at most 110, without splitting words; first, rest: their indentation."""
-    wrapper = textwrap.TextWrapper(
-        width=min(shutil.get_terminal_size().columns, 110),
-        initial_indent=" " * first,
-        subsequent_indent=" " * rest,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return wrapper.wrap(text)
+    width = min(shutil.get_terminal_size().columns, 110)
+    return paragraph(text, width, first=" " * first, rest=" " * rest)
 
 
 def known_above(keys: Mapping[str, Key], path: str) -> Key | None:

@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.batch_plan.settings import COMMAND_LINE, DEFAULT
+from hydraflow.batch_plan.topology import ROLLOUT
 from hydraflow.compose import allocated, rules, verl_trees
 from hydraflow.compose import origins as provenance
 from hydraflow.compose.arguments import Arguments, CommandLineOption
@@ -36,7 +37,7 @@ from hydraflow.compose.hydra_errors import translated
 from hydraflow.compose.keys import fitted, known_keys, leaf_keys
 from hydraflow.compose.overrides import PreparedCommandLine, config_folder, prepare
 from hydraflow.compose.tree import CheckedTree, UnknownValues, check, nested, over
-from hydraflow.compose.verl_values import ROLLOUT, shard_over_all
+from hydraflow.compose.verl_values import shard_over_all
 from hydraflow.device import planned_devices
 from hydraflow.errors import ConfigError, HydraflowError, Problem
 from hydraflow.schema import CommandConfig, PPOConfig, SupervisedConfig
@@ -165,7 +166,8 @@ def finish(
     written = from_environment(entry.schema, composed, tree, found.of)
     command, ineffective = _describe(entry, config, checked, written, notes)
     if not only_keys:
-        suspects = [*foreign, *(ineffective if _is_strict(cast(Any, config)) else [])]
+        asked: CommandConfig = cast(Any, config)
+        suspects = [*foreign, *(ineffective if asked.strict else [])]
         problems += _value_problems(entry, config, command, checked, suspects, refused=bool(problems))
     if problems:
         raise ConfigError([checked.translation.as_named(problem) for problem in problems])
@@ -283,10 +285,6 @@ def _keys_of_the_user(schema: type, checked: CheckedTree) -> list[str]:
         and provenance.is_users(origin)
         and (origin == COMMAND_LINE or checked.leaves[key] != keys[key].default)
     ]
-
-
-def _is_strict(config: CommandConfig) -> bool:
-    return config.strict  # read as an attribute, so that a test finds the key's reader
 
 
 def _value_problems(

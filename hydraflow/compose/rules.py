@@ -13,22 +13,23 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from math import inf, isfinite
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.batch_plan.settings import value_at
-from hydraflow.compose.algorithm_rules import ALGORITHM_RULES, ROLLOUT
+from hydraflow.batch_plan.topology import ROLLOUT
+from hydraflow.compose.algorithm_rules import ALGORITHM_RULES
 from hydraflow.compose.effects import without_effect
 from hydraflow.compose.keys import known_keys, without_quotes
 from hydraflow.compose.verl_values import meant_choice
 from hydraflow.engine.config import FSDPConfig, engine_config
 from hydraflow.errors import Problem, shown
 from hydraflow.generation.config import GENERATION_ENGINES, RolloutConfig, SamplingConfig, engine_dtype
-from hydraflow.models.config import ModelConfig
 from hydraflow.options import Leaf, Rule, walk
 from hydraflow.schema import EvalConfig, GenerateConfig, JobConfig, PPOConfig, SupervisedConfig, entry_for
-from hydraflow.workers.config import ActorConfig
+from hydraflow.workers.config import ActorConfig, CheckpointConfig
 
+Section = TypeVar("Section")
 _SHORTEST, _SIMILAR = 4, 0.8
 """The shortest name that is compared with choices, and the least difflib similarity for a suggestion."""
 
@@ -55,17 +56,17 @@ def problems(
 
 def _value_problems(config: Any, usual: Mapping[str, Any]) -> Iterator[Problem]:
     """Values outside of a key's choices or limits."""
-    hints = known_keys(config.__class__)
-    for leaf, default in zip(walk(config), walk(type(config)()), strict=True):
-        rule = leaf.option.rule
+    keys = known_keys(config.__class__)
+    for leaf in walk(config):
+        rule, known = leaf.option.rule, keys[leaf.key]
         if rule is None or leaf.value is None or rule.holds(leaf.value):
             continue
-        meant = without_quotes(leaf.value) if hints[leaf.key].hint is Any else None
+        meant = without_quotes(leaf.value) if known.hint is Any else None
         if meant is not None and rule.holds(meant):
             quoted, text = shown(f"'{leaf.value}'", leaf.key), f"{rule.text}, and the quotes make it text"
             yield Problem(leaf.key, quoted, text, f"{leaf.key}={shown(meant)}")
             continue
-        remedy = _remedy(leaf, rule, [usual[leaf.key]] if leaf.key in usual else [], default.value)
+        remedy = _remedy(leaf, rule, [usual[leaf.key]] if leaf.key in usual else [], known.default)
         only_finite = isinstance(leaf.value, float) and not (isfinite(leaf.value) or rule.holds(inf))
         yield Problem(leaf.key, leaf.value, "must be finite" if only_finite else rule.text, remedy)
 
@@ -214,15 +215,18 @@ def _engine_has_a_process(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(f"{ROLLOUT}.name", name, rule, f"{ROLLOUT}.name=native or trainer.debug.local=false")
 
 
+def _sections(config: object, kind: type[Section]) -> dict[str, Section]:
+    """Every section of this class, by its dotted path."""
+    leaves = (leaf for leaf in walk(config) if isinstance(leaf.section, kind))
+    return {leaf.key.rpartition(".")[0]: leaf.section for leaf in leaves}
+
+
 def _fp16_does_not_train(config: PPOConfig | SupervisedConfig) -> Iterator[Problem]:
     if isinstance(config, PPOConfig) and config.trainer.val_only:
         return
-    if isinstance(config, SupervisedConfig):
-        roles = {"fsdp_config": config.fsdp_config}
-    else:
-        actor, critic = config.actor_rollout_ref.actor.fsdp_config, config.critic.fsdp_config
-        roles = {"actor_rollout_ref.actor.fsdp_config": actor, "critic.fsdp_config": critic}
-    for section, fsdp in roles.items():
+    for section, fsdp in _sections(config, FSDPConfig).items():
+        if section.startswith("actor_rollout_ref.ref."):
+            continue  # the reference is not trained
         for name in ("model_dtype", "dtype", "reduce_dtype"):
             key = f"{section}.{name}"
             if getattr(fsdp, name) == "fp16" and without_effect(config, key) is None:
@@ -231,20 +235,11 @@ def _fp16_does_not_train(config: PPOConfig | SupervisedConfig) -> Iterator[Probl
 
 
 def _ulysses_packs(config: PPOConfig | SupervisedConfig) -> Iterator[Problem]:
-    roles: tuple[tuple[str, FSDPConfig, str, ModelConfig], ...]
-    if isinstance(config, SupervisedConfig):
-        roles = (("", config.fsdp_config, "model", config.model),)
-    else:
-        policy, critic, key = config.actor_rollout_ref, config.critic, "actor_rollout_ref.model"
-        roles = (
-            ("actor_rollout_ref.actor.", policy.actor.fsdp_config, key, policy.model),
-            ("actor_rollout_ref.ref.", policy.ref.fsdp_config, key, policy.model),
-            ("critic.", critic.fsdp_config, "critic.model", critic.model),
-        )
-    for section, fsdp, key, model in roles:
-        size, packs = f"{section}fsdp_config.ulysses_sequence_parallel_size", f"{key}.use_remove_padding"
-        ways = fsdp.ulysses_sequence_parallel_size
-        if ways > 1 and not model.use_remove_padding and without_effect(config, size) is None:
+    models = {"fsdp_config": "model", "critic.fsdp_config": "critic.model"}
+    for section, fsdp in _sections(config, FSDPConfig).items():
+        size, ways = f"{section}.ulysses_sequence_parallel_size", fsdp.ulysses_sequence_parallel_size
+        packs = f"{models.get(section, 'actor_rollout_ref.model')}.use_remove_padding"
+        if ways > 1 and not value_at(config, packs) and without_effect(config, size) is None:
             yield Problem(packs, "false", f"{size}={ways} needs packed rows", f"{packs}=true or {size}=1")
 
 
@@ -331,14 +326,7 @@ def _partial_rollout_is_stale(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _loads_what_was_saved(config: PPOConfig | SupervisedConfig) -> Iterator[Problem]:
-    if isinstance(config, SupervisedConfig):
-        sections = {"checkpoint": config.checkpoint}
-    else:
-        sections = {
-            "actor_rollout_ref.actor.checkpoint": config.actor_rollout_ref.actor.checkpoint,
-            "critic.checkpoint": config.critic.checkpoint,
-        }
-    for key, section in sections.items():
+    for key, section in _sections(config, CheckpointConfig).items():
         if any(leaf.option.rule and not leaf.option.rule.holds(leaf.value) for leaf in walk(section)):
             continue
         if lacking := [part for part in section.load_contents if part not in section.save_contents]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hydraflow.compose.effects import without_effect
+from hydraflow.compose.keys import known_keys
 from hydraflow.errors import Problem, shown
 from hydraflow.options import Leaf, walk
 from hydraflow.schema import JobConfig
@@ -26,19 +27,17 @@ def problems(config: JobConfig) -> list[Problem]:
 whose responses all have the same acc
           -> algorithm.filter_groups.enable=false
     """
-    defaults = {leaf.key: leaf.value for leaf in walk(type(config)())}
-    found = []
+    keys, found = known_keys(config.__class__), []
     for leaf in walk(config):
+        default = f"{leaf.key}={shown(keys[leaf.key].default)}"
         for what in _asked(leaf):
             if without_effect(config, leaf.key) is None:
                 rule = f"is not implemented yet, only planned: it would {what}"
-                remedy = f"{leaf.key}={shown(defaults[leaf.key])}"
-                found.append(Problem(leaf.key, shown(leaf.value), rule, remedy))
+                found.append(Problem(leaf.key, shown(leaf.value), rule, default))
         library = leaf.option.needs.get(str(leaf.value))
         if library and not library.is_installed and without_effect(config, leaf.key) is None:
             rule = f"needs {library.name}, which is not installed"
-            remedy = f"{library.install}; or {leaf.key}={shown(defaults[leaf.key])}"
-            found.append(Problem(leaf.key, leaf.value, rule, remedy))
+            found.append(Problem(leaf.key, leaf.value, rule, f"{library.install}; or {default}"))
     return found
 
 

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import chain
 from typing import Any
 
 from hydraflow.batch_plan.settings import COMMAND_LINE, DEFAULT, strength
@@ -101,15 +100,13 @@ def classify(schema: type, key: str) -> Row | None:
     other_names = aliases(schema)
     if alias := other_names.get(moved) or other_names.get(key):
         return alias
-    rows = tables(schema)
-    found: list[Mapping[str, Row]] = [rows.ignored, rows.not_needed, rows.unsupported]
-    for pattern, row in chain.from_iterable(table.items() for table in found):
+    for pattern, row in tables(schema).rows.items():
         if fits(pattern, moved) or fits(pattern, key):
             return row
     same = _same_of_ppo(schema, moved)
     like = classify(PPOConfig, same) if same else None
     if isinstance(like, Unsupported):
-        for ours, theirs in rows.like.items():
+        for ours, theirs in tables(schema).like.items():
             like = replace(like, instead=like.instead.replace(theirs, ours))
     return None if isinstance(like, Alias) else like
 
@@ -186,7 +183,7 @@ class Translator:
         """Reports a key without a counterpart as ignored or unsupported."""
         ignored, idle, remedy = self.result.ignored, "has no effect", f"leave out {key}"
         if isinstance(row, Ignored):
-            effect = "has no effect in verl either" if is_never_read(self.schema, key) else idle
+            effect = "has no effect in verl either" if row.in_verl_too else idle
             ignored.append(Problem(key, shown(value), f"{effect}: {row.why}", remedy))
         elif _is_harmless(self.schema, key, value, row) or (
             row.decided_by and _same(value, self.leaves.get(row.decided_by))
@@ -307,14 +304,6 @@ def _asks_for_nothing(schema: type, key: str, value: Any, row: Row | None) -> bo
     if _is_default(schema, key, value) or key.endswith("._target_"):
         return True
     return is_off(value) and defaults(schema).get(key, ...) is ...
-
-
-def is_never_read(schema: type, key: str) -> bool:
-    """Whether verl itself ignores the key."""
-    moved = renamed(schema, key)
-    same = _same_of_ppo(schema, moved)
-    named = any(fits(pattern, moved) or fits(pattern, key) for pattern in tables(schema).ignored)
-    return named or (same is not None and is_never_read(PPOConfig, same))
 
 
 def _is_harmless(schema: type, key: str, value: Any, row: Unsupported) -> bool:

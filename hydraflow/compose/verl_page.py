@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from hydraflow.compose.keys import is_below_open, known_keys
 from hydraflow.compose.patterns import fits
-from hydraflow.compose.verl import classify, is_never_read, renamed
+from hydraflow.compose.verl import classify, renamed
 from hydraflow.compose.verl_table import (
     FOLLOWS,
     VERSION,
     Alias,
     Ignored,
+    Unsupported,
     aliases,
     defaults,
     tables,
@@ -43,7 +44,7 @@ def kind(schema: type, key: str) -> str:
     if isinstance(row, Alias):
         return ALIAS
     if isinstance(row, Ignored):
-        return NEVER if is_never_read(schema, key) else NOT_MISSED
+        return NEVER if row.in_verl_too else NOT_MISSED
     return REFUSED
 
 
@@ -66,15 +67,16 @@ def page(schema: type) -> str:
             ("verl", "here"),
             rows.sections.items(),
         ),
-        _accepted("Ignored by verl, too", rows.ignored),
-        _accepted("Not needed here", rows.not_needed),
+        _accepted(schema, "Ignored by verl, too", in_verl_too=True),
+        _accepted(schema, "Not needed here", in_verl_too=False),
         _section(
             "Not supported yet",
             "Rejected, except for verl's default and the values in the third column, which turn it off.",
             ("key", "in verl it would", "also accepted", "instead"),
             (
                 (key, row.would, ", ".join(map(shown, row.harmless)), row.instead)
-                for key, row in rows.unsupported.items()
+                for key, row in rows.rows.items()
+                if isinstance(row, Unsupported)
             ),
         ),
         _section(
@@ -129,8 +131,12 @@ def _counts(schema: type) -> str:
     return _section("Counts", f"{text}, without `_target_`.", ("class", "keys", "meaning"), rows)
 
 
-def _accepted(title: str, table: Mapping[str, Ignored]) -> str:
-    rows = ((key, row.why) for key, row in table.items())
+def _accepted(schema: type, title: str, *, in_verl_too: bool) -> str:
+    rows = (
+        (key, row.why)
+        for key, row in tables(schema).rows.items()
+        if isinstance(row, Ignored) and row.in_verl_too == in_verl_too
+    )
     return _section(title, "Accepted with a note.", ("key", "why"), rows)
 
 

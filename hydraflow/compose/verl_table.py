@@ -11,14 +11,13 @@ rows are applied (`verl.py`), the defaults of main_generation and main_eval.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from hydraflow.compose import yaml_values
 from hydraflow.compose.patterns import expand
 from hydraflow.options import walk
 from hydraflow.schema import PPOConfig, SFTConfig
@@ -44,6 +43,8 @@ class Ignored:
     """A key that is accepted and has no effect."""
 
     why: str
+    in_verl_too: bool
+    """Whether verl itself ignores it."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Unsupported:
 
     would: str
     """What it does in verl, as in "it would ..."."""
-    harmless: tuple[object, ...] = ()
+    harmless: Sequence[object] = ()
     """Values besides verl's default that have no effect."""
     instead: str = ""
     """Our overrides that do something similar."""
@@ -68,12 +69,8 @@ class KeyTables:
     """Name of the command in verl; empty: verl has no such command."""
     sections: dict[str, str]
     """verl's section -> the section where its keys are now."""
-    ignored: dict[str, Ignored]
-    """Keys that verl itself ignores."""
-    not_needed: dict[str, Ignored]
-    """Keys without a counterpart that do not change what is learned."""
-    unsupported: dict[str, Unsupported]
-    """Keys that are not supported yet."""
+    rows: dict[str, Ignored | Unsupported]
+    """In the order in which they are looked up."""
     other_defaults: dict[str, object]
     """Defaults in other versions of verl."""
     like: dict[str, str]
@@ -169,33 +166,25 @@ def value_tables() -> ValueTables:
 def tables(schema: type) -> KeyTables:
     """The tables of a configuration's `verl_data/keys_*.yaml`.
 
-    >>> tables(PPOConfig).ignored["trainer.esi_redundant_time"].why
-    "verl's trainer never reads it"
+    >>> tables(PPOConfig).rows["trainer.esi_redundant_time"]
+    Ignored(why="verl's trainer never reads it", in_verl_too=True)
     """
     content = _rows(schema)
-    names = content.get("names", {})
-    unsupported = {
-        _pattern(pattern, names): Unsupported(
-            row["would"], tuple(row.get("harmless", ())), row.get("instead", ""), row.get("decided_by", "")
-        )
-        for row in content.get("unsupported", ())
-        for pattern in row["keys"]
+    names, others = content.get("names", {}), content.get("other_defaults", {}).items()
+    kinds: dict[str, Callable[..., Ignored | Unsupported]] = {
+        "ignored": partial(Ignored, in_verl_too=True),
+        "not_needed": partial(Ignored, in_verl_too=False),
+        "unsupported": Unsupported,
     }
-    ignored, not_needed = (
-        {
-            _pattern(pattern, names): Ignored(row["why"])
-            for row in content.get(name, ())
-            for pattern in row["keys"]
-        }
-        for name in ("ignored", "not_needed")
-    )
-    others = content.get("other_defaults", {}).items()
+    rows: dict[str, Ignored | Unsupported] = {}
+    for name, kind in kinds.items():
+        for given in content.get(name, ()):
+            row = kind(**{field: value for field, value in given.items() if field != "keys"})
+            rows |= {_pattern(pattern, names): row for pattern in given["keys"]}
     return KeyTables(
         command=content["command"],
         sections=content.get("sections", {}),
-        ignored=ignored,
-        not_needed=not_needed,
-        unsupported=unsupported,
+        rows=rows,
         other_defaults={_pattern(pattern, names): default for pattern, default in others},
         like=content.get("like", {}),
         unbuilt=content.get("unbuilt", {}),
@@ -205,8 +194,8 @@ def tables(schema: type) -> KeyTables:
 @cache
 def accepted(schema: type) -> list[str]:
     """The accepted keys without a counterpart, except those of patterns that contain `*`."""
-    found = tables(schema)
-    forms = [form for pattern in [*found.ignored, *found.not_needed] for form in expand(pattern)]
+    ignored = [pattern for pattern, row in tables(schema).rows.items() if isinstance(row, Ignored)]
+    forms = [form for pattern in ignored for form in expand(pattern)]
     return [form for form in forms if "*" not in form]
 
 
@@ -220,8 +209,7 @@ def _rows(schema: type) -> dict[str, Any]:
 @cache
 def read(file: str) -> Any:
     """The content of a file in `verl_data`; `file`: its name without the suffix."""
-    text = (_FILES / f"{file}.yaml").read_text(encoding="utf-8")
-    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return yaml_values.load((_FILES / f"{file}.yaml").read_text(encoding="utf-8"))
 
 
 def _pattern(text: str, names: dict[str, str]) -> str:

@@ -9,12 +9,11 @@ from collections.abc import Collection, Container, Iterator, Mapping
 from typing import Any
 
 from hydraflow.batch_plan.settings import COMMAND_LINE, DEFAULT
+from hydraflow.batch_plan.topology import ACTOR, ROLLOUT
 from hydraflow.compose.patterns import fits
 from hydraflow.compose.verl_table import tables, value_tables
 from hydraflow.device import planned_devices
 from hydraflow.errors import Problem, shown
-
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 def our_value(key: str, value: Any) -> tuple[Any, str | None]:

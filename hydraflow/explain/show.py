@@ -23,9 +23,9 @@ BRIEF = re.compile(
 """Quantities that are shown without --all, besides those that the command line gives."""
 
 
-def show(report: Report, *, everything: bool = False, width: int | None = None) -> None:
+def show(report: Report, *, everything: bool) -> None:
     """Prints the report; `everything`: all quantities, and the memory of each role by purpose."""
-    print(*report_lines(report, everything=everything, width=width or output_width()), sep="\n")
+    print(*report_lines(report, everything=everything, width=output_width()), sep="\n")
 
 
 def report_lines(report: Report, *, everything: bool, width: int) -> Iterator[str]:

@@ -6,15 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from compose.legal import valid
 
 from hydraflow.compose.rules import problems
-from hydraflow.schema import PPOConfig
-
-
-def legal() -> PPOConfig:
-    config = PPOConfig()
-    config.actor_rollout_ref.model.path, config.data.train_files = "model", ["train.parquet"]
-    return config
 
 
 @pytest.mark.parametrize(
@@ -26,7 +20,7 @@ def legal() -> PPOConfig:
     ],
 )
 def test_a_mistake_is_reported_once(given: dict[str, Any], field: str) -> None:
-    config = legal()
+    config = valid()
     for name, value in given.items():
         setattr(config.actor_rollout_ref.actor.policy_loss, name, value)
     assert [one.field for one in problems(config)] == [f"actor_rollout_ref.actor.policy_loss.{field}"]
@@ -34,14 +28,14 @@ def test_a_mistake_is_reported_once(given: dict[str, Any], field: str) -> None:
 
 def test_conditions_of_named_losses_do_not_bind_a_users_own(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def loss(tokens, *, dro_beta=None, clip_cov_lb=1.0): ...\n")
-    config = legal()
+    config = valid()
     chosen = config.actor_rollout_ref.actor.policy_loss
     chosen.loss_mode, chosen.clip_cov_lb = f"{tmp_path}/mine.py:loss", 9.0
     assert problems(config) == []
 
 
 def test_remedies_name_both_keys() -> None:
-    config = legal()
+    config = valid()
     chosen = config.actor_rollout_ref.actor.policy_loss
     chosen.loss_mode, chosen.clip_cov_ub = "clip_cov", 0.5
     [problem] = problems(config)
@@ -51,7 +45,7 @@ def test_remedies_name_both_keys() -> None:
 
 
 def test_a_mistake_elsewhere_hides_no_condition() -> None:
-    config = legal()
+    config = valid()
     actor = config.actor_rollout_ref.actor
     actor.ppo_epochs, actor.policy_loss.loss_mode = 0, "dro"
     config.trainer.nnodes, config.trainer.resume_mode = 0, "resume_path"

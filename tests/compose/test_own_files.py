@@ -7,14 +7,13 @@ from functools import reduce
 from pathlib import Path
 
 import pytest
-from compose import here
+from compose import here, legal
 
 from hydraflow.compose import verl
 from hydraflow.compose.arguments import split
 from hydraflow.compose.own_files import take
 from hydraflow.compose.patterns import expand
 from hydraflow.compose.rules import problems
-from hydraflow.compose.tree import check, nested
 from hydraflow.compose.verl_table import defaults, tables
 from hydraflow.schema import PPOConfig
 
@@ -135,10 +134,6 @@ def test_what_is_not_there_is_named_with_a_remedy(tmp_path, options, expected):
 # --- verl's own defaults in a file --------------------------------------------------
 
 
-def judged_as_a_file(tree: dict[str, object]):
-    return check(PPOConfig, nested(tree), dict.fromkeys(tree, "mine.yaml"), lambda key: None)
-
-
 def test_untouched_defaults_of_any_version_are_accepted_in_a_file():
     """What verl prints as its whole configuration, values that follow others left out."""
     ours = {key: value for key, value in defaults(PPOConfig).items() if value is not ...}
@@ -146,7 +141,7 @@ def test_untouched_defaults_of_any_version_are_accepted_in_a_file():
         ours |= {
             key: default for key in expand(pattern) if not any(known.startswith(f"{key}.") for known in ours)
         }
-    judged = judged_as_a_file(ours)
+    judged = legal.judged(ours, origin="mine.yaml")
     assert [str(problem) for problem in judged.problems] == []
     assert len(judged.translation.notes) < 60
     assert judged.translation.untouched["mine.yaml"] > 500
@@ -160,7 +155,7 @@ def test_untouched_defaults_of_any_version_are_accepted_in_a_file():
 
 @pytest.mark.parametrize("value", [None, False, {}, [], 0, -1, "", "disabled"])
 def test_a_key_of_another_version_that_is_off_is_accepted_in_a_file(value):
-    judged = judged_as_a_file({"actor_rollout_ref.rollout.brand_new": value})
+    judged = legal.judged({"actor_rollout_ref.rollout.brand_new": value}, origin="mine.yaml")
     assert judged.problems == []
     assert judged.translation.notes == [
         "mine.yaml: 1 of verl's keys is off or at verl's default, without effect here"
@@ -176,15 +171,15 @@ def test_a_key_of_another_version_that_is_off_is_accepted_in_a_file(value):
     ],
 )
 def test_other_unknown_keys_of_a_file_are_refused(key, value):
-    assert [problem.field for problem in judged_as_a_file({key: value}).problems] == [key]
+    assert [problem.field for problem in legal.judged({key: value}, origin="mine.yaml").problems] == [key]
 
 
 def test_off_is_not_nothing_where_verls_default_is_on():
-    [problem] = judged_as_a_file({"actor_rollout_ref.hybrid_engine": False}).problems
+    [problem] = legal.judged({"actor_rollout_ref.hybrid_engine": False}, origin="mine.yaml").problems
     assert "in verl it would give actor and rollout separate engines" in problem.rule
 
 
 def test_on_the_command_line_an_unknown_key_is_refused_even_if_it_is_off():
     key = "actor_rollout_ref.rollout.brand_new"
-    assert check(PPOConfig, nested({key: None}), {key: "command line"}, lambda key: None).problems != []
+    assert legal.judged({key: None}).problems != []
     assert verl.is_off(None)

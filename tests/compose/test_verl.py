@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from compose import verl_commands
+from compose.legal import translated
 from jobs.command import hydraflow
 
 from hydraflow.algorithms.config import ESTIMATORS
@@ -29,13 +30,6 @@ OWN = ["actor_rollout_ref.model.path=model", "data.train_files=train.parquet"]
 def is_ours(key: str, schema: type = PPOConfig) -> bool:
     keys = known_keys(schema)
     return key in keys or is_below_open(keys, key)
-
-
-def translated(tree: dict[str, object]) -> tuple[dict[str, object], verl.Translation]:
-    """What keys, all from the command line, come to: leaves of ours that were set, and what there is to
-    say."""
-    judged = check(PPOConfig, nested(tree), dict.fromkeys(tree, "command line"), lambda key: None)
-    return judged.leaves, judged.translation
 
 
 # --- the tables --------------------------------------------------
@@ -65,11 +59,10 @@ def test_the_defaults_of_supervised_training_are_those_of_verl():
 @pytest.mark.parametrize("schema", [PPOConfig, SFTConfig])
 def test_every_key_of_verl_falls_in_exactly_one_class(schema):
     rows = tables(schema)
-    named = {"ignored": rows.ignored, "not needed": rows.not_needed, "unsupported": rows.unsupported}
     other_names = aliases(schema)
     for key in defaults(schema):
         new = verl.renamed(schema, key)
-        found = [name for name, table in named.items() for pattern in table if fits(pattern, new)]
+        found = [pattern for pattern in rows.rows if fits(pattern, new)]
         found += (
             ["known"] * is_ours(key, schema)
             + ["moved"] * (new != key and is_ours(new, schema))
@@ -104,7 +97,7 @@ def test_every_key_that_follows_another_is_one_of_ours():
 @pytest.mark.parametrize("schema", [PPOConfig, SFTConfig])
 def test_no_row_hides_a_key_of_ours(schema):
     keys = known_keys(schema)
-    for pattern in [*tables(schema).ignored, *tables(schema).not_needed, *tables(schema).unsupported]:
+    for pattern in tables(schema).rows:
         hidden = [key for key in keys if fits(pattern, key) and not keys[key].is_section]
         assert hidden == [], pattern
 

@@ -1,27 +1,21 @@
 """Command lines of verl's supervised trainers: they mean the same here, or are refused by name."""
 
 import json
+from functools import partial
 
 import pytest
-from compose import here, verl_sft_commands
+from compose import here, legal, verl_sft_commands
 
 from hydraflow.batch_plan.sft import resolve_sft_plan
-from hydraflow.compose import verl
 from hydraflow.compose.loading import load_command
 from hydraflow.compose.patterns import expand
-from hydraflow.compose.tree import check, nested
 from hydraflow.compose.verl_table import defaults, tables
 from hydraflow.errors import ConfigError
 from hydraflow.schema import SFTConfig
 
 OWN = ["model.path=model", "data.train_files=train.parquet"]
 STRATEGY = "engine.strategy"
-
-
-def translated(tree: dict[str, object]) -> tuple[dict[str, object], verl.Translation]:
-    """What keys, all from the command line, come to: leaves of ours that were set, and what is said."""
-    judged = check(SFTConfig, nested(tree), dict.fromkeys(tree, "command line"), lambda key: None)
-    return judged.leaves, judged.translation
+translated = partial(legal.translated, schema=SFTConfig)
 
 
 # --- single keys --------------------------------------------------
@@ -130,7 +124,7 @@ def test_what_cannot_be_honoured_is_refused_with_what_it_would_do(key, value, wo
     ],
 )
 def test_a_misspelt_key_gets_a_suggestion(key, nearest):
-    [problem] = check(SFTConfig, nested({key: 1}), {key: "command line"}, lambda key: None).problems
+    [problem] = legal.judged({key: 1}, SFTConfig).problems
     assert problem.rule == "unknown key"
     assert nearest is None or problem.remedy.startswith(f"{nearest}=1")
 
@@ -258,7 +252,7 @@ def test_untouched_defaults_of_any_version_are_accepted_in_a_file():
     given = {key: value for key, value in defaults(SFTConfig).items() if value is not ...}
     for pattern, default in tables(SFTConfig).other_defaults.items():
         given |= dict.fromkeys(expand(pattern), default)
-    judged = check(SFTConfig, nested(given), dict.fromkeys(given, "mine.yaml"), lambda key: None)
+    judged = legal.judged(given, SFTConfig, origin="mine.yaml")
     assert [str(problem) for problem in judged.problems] == []
     assert judged.translation.untouched["mine.yaml"] > 90
     assert len(judged.translation.notes) < 12, judged.translation.notes
@@ -268,5 +262,5 @@ def test_options_of_a_profiler_in_an_earlier_file_ask_for_nothing():
     """Version 0.7.1 has them in its file for supervised training."""
     section = "global_profiler.global_tool_config.nsys.worker_nsight_options"
     tree = {f"{section}.capture-range": "cudaProfilerApi", f"{section}.capture-range-end": None}
-    judged = check(SFTConfig, nested(tree), dict.fromkeys(tree, "mine.yaml"), lambda key: None)
+    judged = legal.judged(tree, SFTConfig, origin="mine.yaml")
     assert judged.problems == [] and judged.translation.untouched["mine.yaml"] == 2

@@ -1,10 +1,10 @@
 """Legal lines of verl's whose values mean something else beside other keys, and engines that are not here."""
 
 import pytest
+from compose.legal import translated
 
 from hydraflow.compose import loading
 from hydraflow.compose.loading import load_command
-from hydraflow.compose.tree import check, nested
 from hydraflow.errors import ConfigError
 from hydraflow.schema import PPOConfig
 from hydraflow.system.allocation import Allocation
@@ -12,11 +12,6 @@ from hydraflow.system.allocation import Allocation
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 LOSS, BYPASS = f"{ACTOR}.policy_loss.loss_mode", "algorithm.rollout_correction.bypass_mode"
 OWN = ["actor_rollout_ref.model.path=model", "data.train_files=train.parquet", "trainer.n_gpus_per_node=8"]
-
-
-def translated(tree: dict[str, object]):
-    judged = check(PPOConfig, nested(tree), dict.fromkeys(tree, "command line"), lambda key: None)
-    return judged.leaves, judged.translation
 
 
 @pytest.mark.parametrize(("name", "ours"), [("param_dtype", "dtype"), ("reduce_dtype", "reduce_dtype")])
