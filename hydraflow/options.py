@@ -158,10 +158,8 @@ class Implementation:
             return own.load()
         module, _, attribute = self.where.partition(":")
         with importing():
-            found: Any = importlib.import_module(module)
-        for name in attribute.split("."):
-            found = getattr(found, name)
-        return found
+            found = importlib.import_module(module)
+        return operator.attrgetter(attribute)(found)
 
     def keys(self, *sections: Any) -> dict[str, Any]:
         """The keys of these sections that it reads, with their effective values."""
@@ -466,9 +464,7 @@ def unread(
     """
 
     def no_effect(section: Any, name: str) -> tuple[str, str] | None:
-        chosen = section
-        for part in chooser.split("."):
-            chosen = getattr(chosen, part)
+        chosen = operator.attrgetter(chooser)(section)
         if chosen not in table or name in table[chosen].all_reads:
             return None
         if followers := _followers(table[chosen], section, name):

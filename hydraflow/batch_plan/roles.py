@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hydraflow.algorithms.config import ESTIMATORS
+from hydraflow.algorithms.config import estimator_of
 from hydraflow.engine.config import MegatronConfig
 from hydraflow.errors import Problem
 from hydraflow.schema import PPOConfig
@@ -24,8 +24,7 @@ def needs_critic(config: PPOConfig) -> bool:
     """Whether the run trains a value model."""
     if config.critic.enable is not None:
         return config.critic.enable
-    chosen = ESTIMATORS.get(config.algorithm.adv_estimator)
-    return chosen is not None and chosen.critic
+    return estimator_of(config.algorithm.adv_estimator).critic
 
 
 def fills_by_tokens(config: PPOConfig, role: str) -> bool:

@@ -7,6 +7,7 @@ values mean.
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -57,9 +58,7 @@ def strength(origin: str) -> int:
 
 def value_at(config: object, key: str) -> object:
     """The value of a dotted key in nested dataclasses."""
-    for name in key.split("."):
-        config = getattr(config, name)
-    return config
+    return operator.attrgetter(key)(config)
 
 
 def with_value(section: Config, key: str, value: object) -> Config:

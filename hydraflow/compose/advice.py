@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from hydraflow.algorithms.config import ESTIMATORS, POLICY_LOSSES, Loss
+from hydraflow.algorithms.config import POLICY_LOSSES, Loss, estimator_of
 from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.compose.effects import without_effect
 from hydraflow.device import listed_gpus, usable_cores
@@ -50,8 +50,7 @@ def advice(config: object, *, planning: bool) -> Iterator[str]:
 
 def _single_responses(config: PPOConfig) -> Iterator[str]:
     estimator, n = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
-    compares = estimator in ESTIMATORS and ESTIMATORS[estimator].groups
-    if compares and n == 1 and config.batch.trajectories_per_step is None:
+    if estimator_of(estimator).groups and n == 1 and config.batch.trajectories_per_step is None:
         yield (
             f"{POLICY}.rollout.n=1: {estimator} compares the responses to a prompt, and a single one has none"
             f" to compare with; typical values are {POLICY}.rollout.n=4 to 16"

@@ -35,8 +35,7 @@ def _samples_are_drawn(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _values_come_from_a_critic(config: PPOConfig) -> Iterator[Problem]:
-    chosen = ESTIMATORS.get(config.algorithm.adv_estimator)
-    if chosen and chosen.critic and config.critic.enable is False:
+    if estimator_of(config.algorithm.adv_estimator).critic and config.critic.enable is False:
         rule = f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs values"
         other = next(name for name, estimator in ESTIMATORS.items() if not estimator.critic)
         remedy = f"critic.enable=null or algorithm.adv_estimator={other}"

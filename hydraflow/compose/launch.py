@@ -202,8 +202,6 @@ class _Launch(Generic[Config]):
         _require_working_folder()
         own = take(arguments, config_folder(entry.config_name), entry.schema)
         self._shown = _take_what_to_show(arguments)
-        if own.problems:
-            raise ConfigError([*arguments.problems, *own.problems])
         self._prepared = prepare(entry.config_name, entry.schema, arguments, own)
         problems = self._prepared.problems
         if problems and (arguments.multirun or not arguments.runs):

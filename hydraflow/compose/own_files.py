@@ -18,7 +18,7 @@ import yaml
 from hydraflow.compose import verl_trees
 from hydraflow.compose.arguments import CONFIG_DIR, CONFIG_NAME, CONFIG_PATH, Arguments
 from hydraflow.compose.command_words import parsed, plain
-from hydraflow.errors import Problem, first_line
+from hydraflow.errors import ConfigError, Problem, first_line
 
 _FILE, _SEARCH = "file://", "hydra.searchpath"
 _VERLS_FOLDER = "config"
@@ -33,14 +33,13 @@ class OwnFiles:
     """Folders that may hold the user's YAML files."""
     words: list[str] = field(default_factory=list)
     """Overrides that make Hydra look there."""
-    problems: list[Problem] = field(default_factory=list)
 
 
 def take(arguments: Arguments, ours: Path, schema: type) -> OwnFiles:
     """Finds the user's files, and rewrites the options that name them so that Hydra finds them, too.
 
     `ours`: the folder of our own files. If the name is that of one of verl's primary configurations and there
-    is no such file, overrides replace it.
+    is no such file, overrides replace it. Raises ConfigError for folders and files that do not exist.
     """
     _split_name(arguments)
     path, extra, name = (arguments.value(*names) for names in (CONFIG_PATH, CONFIG_DIR, CONFIG_NAME))
@@ -53,17 +52,17 @@ def take(arguments: Arguments, ours: Path, schema: type) -> OwnFiles:
         arguments.take(*CONFIG_PATH)
         arguments.overrides += instead
         return take(arguments, ours, schema)
-    if problems := [*_missing_folder("--config-path", path), *_missing_folder("--config-dir", extra)]:
-        return OwnFiles(problems=problems)
-    found = OwnFiles([folder.resolve() for folder in named])
-    if name is not None:
+    problems = [*_missing_folder("--config-path", path), *_missing_folder("--config-dir", extra)]
+    if name is not None and not problems:
         folders = [ours, *named] if path is None else named
-        found.problems += _missing_file(name, folders, schema if path is not None else None)
+        problems = _missing_file(name, folders, schema if path is not None else None)
+    if problems:
+        raise ConfigError([*arguments.problems, *problems])
+    found = OwnFiles([folder.resolve() for folder in named])
     if path is not None:
         arguments.take(*CONFIG_PATH)
         arguments.options += ["--config-path", str(Path(path).resolve())]
-    if not found.problems:
-        _search(arguments, ours, found, name)
+    _search(arguments, ours, found, name)
     return found
 
 

@@ -27,9 +27,10 @@ def problems(config: JobConfig) -> list[Problem]:
 whose responses all have the same acc
           -> algorithm.filter_groups.enable=false
     """
-    keys, found = known_keys(config.__class__), []
+    schema: type = type(config)
+    found = []
     for leaf in walk(config):
-        default = f"{leaf.key}={shown(keys[leaf.key].default)}"
+        default = f"{leaf.key}={shown(known_keys(schema)[leaf.key].default)}"
         for what in _asked(leaf):
             if without_effect(config, leaf.key) is None:
                 rule = f"is not implemented yet, only planned: it would {what}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from hydraflow.algorithms.config import ESTIMATORS, OldFrom, estimator_of
+from hydraflow.algorithms.config import OldFrom, estimator_of
 from hydraflow.batch_plan.generate import GeneratePlan
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.batch_plan.resolve import BatchPlan
@@ -123,8 +123,7 @@ def _old_log_probs(plan: BatchPlan, config: PPOConfig, exact: bool) -> str:
 
 def _advantages(plan: BatchPlan, config: PPOConfig) -> str:
     estimator = config.algorithm.adv_estimator
-    chosen = ESTIMATORS.get(estimator)
-    groups = f", by groups of {plan.samples_per_prompt}" if chosen and chosen.groups else ""
+    groups = f", by groups of {plan.samples_per_prompt}" if estimator_of(estimator).groups else ""
     return f"{estimator} turns scores into advantages{groups}"
 
 

@@ -15,6 +15,7 @@ from hydraflow.compose.own_files import take
 from hydraflow.compose.patterns import expand
 from hydraflow.compose.rules import problems
 from hydraflow.compose.verl_table import defaults, tables
+from hydraflow.errors import ConfigError
 from hydraflow.schema import PPOConfig
 
 CONFIG = Path(__file__).parents[2] / "config"
@@ -67,8 +68,9 @@ def test_a_users_file_of_verls_name_is_read(tmp_path, options):
 
 def test_a_file_with_another_ending_is_refused_by_its_name(tmp_path: Path) -> None:
     (tmp_path / "mine.yml").write_text("trainer:\n  seed: 3\n")
-    found = take(split(["--config-dir", str(tmp_path), "--config-name", "mine.yml"]), CONFIG, PPOConfig)
-    [problem] = found.problems
+    with pytest.raises(ConfigError) as caught:
+        take(split(["--config-dir", str(tmp_path), "--config-name", "mine.yml"]), CONFIG, PPOConfig)
+    [problem] = caught.value.problems
     assert problem.field == "--config-name mine.yml" and problem.remedy == "rename it to mine.yaml"
 
 
