@@ -8,15 +8,15 @@ import difflib
 import re
 from collections.abc import Sequence
 
-from hydraflow.errors import ConfigError, Problem, first_line
+from hydraflow.errors import Problem, first_line
 from hydraflow.options import one_of
 
 
-def translated(error: Exception, files: Sequence[str] = ()) -> ConfigError:
-    """An error of Hydra or OmegaConf as a ConfigError; `files`: names that a defaults list may use.
+def translated(error: Exception, files: Sequence[str] = ()) -> Problem:
+    """The problem that Hydra or OmegaConf found; `files`: names that a defaults list may use.
 
     >>> from hydra.errors import ConfigCompositionException
-    >>> print(translated(ConfigCompositionException("In 'mine': Could not load 'pqo'."), ["ppo"]).problems[0])
+    >>> print(translated(ConfigCompositionException("In 'mine': Could not load 'pqo'."), ["ppo"]))
     mine.yaml: its defaults list names 'pqo', and there is no such file
           -> write ppo instead
     """
@@ -24,9 +24,8 @@ def translated(error: Exception, files: Sequence[str] = ()) -> ConfigError:
     text = str(error).partition("Config search path:")[0]  # the rest lists folders that the user did not name
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     message = " ".join(line for line in lines if not line.startswith(("full_key:", "object_type=")))
-    problem = _of_a_key(key, message) or _of_a_file(key, message) or _of_a_name(message, files)
-    why = message or first_line(error.__cause__ or error)
-    return ConfigError([problem or Problem(key, None, why)])
+    known = _of_a_key(key, message) or _of_a_file(key, message) or _of_a_name(message, files)
+    return known or Problem(key, None, message or first_line(error.__cause__ or error))
 
 
 def unusable_path(error: OSError, *, sweeps: bool) -> Problem:

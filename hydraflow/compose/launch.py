@@ -200,13 +200,13 @@ class _Launch(Generic[Config]):
         """Runs each configuration, or handles Hydra's own options."""
         entry, arguments = self.entry, self.arguments
         _require_working_folder()
-        own = take(arguments, config_folder(entry.config_name), entry.schema)
+        folders = take(arguments, config_folder(entry.config_name), entry.schema)
         self._shown = _take_what_to_show(arguments)
-        self._prepared = prepare(entry.config_name, entry.schema, arguments, own)
+        self._prepared = prepare(entry.config_name, entry.schema, arguments, folders)
         problems = self._prepared.problems
         if problems and (arguments.multirun or not arguments.runs):
             raise ConfigError(problems)
-        register(entry, own.folders)
+        register(entry, folders)
         folder = str(config_folder(entry.config_name))
         main = hydra.main(version_base=VERSION_BASE, config_path=folder, config_name=entry.config_name)
         sys.argv[1:] = self._words_for_hydra()
@@ -233,7 +233,7 @@ class _Launch(Generic[Config]):
             if self._has_composed and not isinstance(error, HydraException | OmegaConfBaseException):
                 raise
             # before composition, ValueError and RecursionError also come from Hydra, about a defaults list
-            raise ConfigError([*problems, *translated(error, self._prepared.files).problems]) from error
+            raise ConfigError([*problems, translated(error, self._prepared.files)]) from error
         except OSError as error:
             if self._has_composed or error.filename is None:
                 raise  # from the job
@@ -273,16 +273,13 @@ class _Launch(Generic[Config]):
         sweep = Path(facts.sweep.dir) / "multirun.yaml"
         if facts.mode == RunMode.MULTIRUN and sweep.is_file():
             sweep.chmod(0o600)  # Hydra wrote the overrides to it, and they may hold secrets
-        if self._shown is not None:
-            show = partial(_show, self._shown, lambda: self._finished(composed, facts, only_keys=True))
-            self.codes.append(run_guarded(show, self.entry.show_error))
-            return self.codes[-1]
-        if facts.mode == RunMode.MULTIRUN:
+        if facts.mode == RunMode.MULTIRUN and self._shown is None:
             keys = swept_keys(self._prepared.words)
             swept = [str(word) for word in facts.overrides.task if word.lstrip("+").partition("=")[0] in keys]
             own = " ".join(word.lstrip("+") for word in public_words(swept)) or "nothing is swept"
             print(f"run {facts.job.num} of the sweep: {own}", file=sys.stderr)
-        code = run_guarded(partial(self._run_one, composed, facts), self.entry.show_error)
+        work = self._run_one if self._shown is None else self._show_one
+        code = run_guarded(partial(work, composed, facts), self.entry.show_error)
         self.codes.append(code)
         if code in (INTERRUPTED, TERMINATED):
             sys.exit(code)
@@ -293,6 +290,19 @@ class _Launch(Generic[Config]):
         if not self.entry.tolerant:
             print(*(f"note: {note}\n" for note in one.command.notes), sep="", end="", file=sys.stderr)
         return self._run_job(one.config, one.command) or 0
+
+    def _show_one(self, composed: DictConfig, facts: HydraConf) -> int:
+        assert self._shown is not None
+        (package, resolve), one = self._shown, self._finished(composed, facts, only_keys=True)
+        whole = OmegaConf.create(asdict(cast(Any, one.config)) if resolve else one.tree)
+        section = OmegaConf.select(whole, package) if package not in ("", "_global_") else whole
+        if section is None:
+            raise ConfigError.one(f"--package {package}", None, "there is no such section", "--package data")
+        header = f"# @package {package}\n" if package else ""
+        text = OmegaConf.to_yaml(section) if OmegaConf.is_config(section) else f"{section}\n"
+        with reader_may_leave():
+            print(header + text, end="")
+        return 0
 
     def _finished(
         self, composed: DictConfig, facts: HydraConf, *, only_keys: bool = False
@@ -319,16 +329,3 @@ def _take_what_to_show(arguments: Arguments) -> tuple[str, bool] | None:
     arguments.take("--cfg", "-c")
     resolve = arguments.take("--resolve") is not None
     return arguments.take("--package", "-p") or "", resolve
-
-
-def _show(shown: tuple[str, bool], finished: Callable[[], ComposedConfig[Any]]) -> int:
-    (package, resolve), composed = shown, finished()
-    whole = OmegaConf.create(asdict(composed.config) if resolve else composed.tree)
-    section = OmegaConf.select(whole, package) if package not in ("", "_global_") else whole
-    if section is None:
-        raise ConfigError.one(f"--package {package}", None, "there is no such section", "--package data")
-    header = f"# @package {package}\n" if package else ""
-    text = OmegaConf.to_yaml(section) if OmegaConf.is_config(section) else f"{section}\n"
-    with reader_may_leave():
-        print(header + text, end="")
-    return 0

@@ -107,7 +107,7 @@ def load_command(
         try:
             composed = hydra.compose(config_name, prepared.words)
         except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError([*prepared.problems, *translated(error).problems]) from error
+            raise ConfigError([*prepared.problems, translated(error)]) from error
         found = finish(entry, composed, prepared, config_name, prepared.words)
     return found.config, found.command
 
@@ -197,8 +197,7 @@ def _resolved(composed: DictConfig, key: str) -> Any:
         value = OmegaConf.select(composed, key, throw_on_missing=True)
         return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     except OmegaConfBaseException as error:
-        problem = translated(error).problems[0]
-        raise ConfigError([replace(problem, field=key)]) from error
+        raise ConfigError([replace(translated(error), field=key)]) from error
 
 
 def _build(schema: type[Config], leaves: Mapping[str, Any]) -> Config:

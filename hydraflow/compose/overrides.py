@@ -35,7 +35,6 @@ from hydraflow.compose.keys import (
     unknown_key,
     wrong_type,
 )
-from hydraflow.compose.own_files import OwnFiles
 from hydraflow.compose.tree import UnknownValues, value_problems
 from hydraflow.compose.verl import classify
 from hydraflow.compose.verl_trees import choices, engine_override, group_override, primary_names
@@ -97,19 +96,18 @@ def groups_in(folders: Sequence[Path], schema: type) -> dict[str, list[str]]:
 
 
 def prepare(
-    config_name: str, schema: type, arguments: Arguments, own: OwnFiles | None = None
+    config_name: str, schema: type, arguments: Arguments, own_folders: Sequence[Path] = ()
 ) -> PreparedCommandLine:
-    """Words for Hydra, and problems of those that it would reject."""
-    own = own or OwnFiles()
-    folders = [config_folder(config_name), *own.folders]
+    """Words for Hydra, and problems of those that it would reject. `own_folders`: the user's."""
+    folders = [config_folder(config_name), *own_folders]
     groups = groups_in(folders, schema)
     ours = yaml.safe_load((folders[0] / f"{config_name}.yaml").read_text(encoding="utf-8"))["defaults"]
     chosen = {group for entry in ours if isinstance(entry, Mapping) for group in entry}
     own_file = arguments.has(*CONFIG_NAME, *CONFIG_PATH)
-    prepared = PreparedCommandLine(list(own.words), list(arguments.problems), own.folders)
+    prepared = PreparedCommandLine(problems=list(arguments.problems), folders=own_folders)
     prepared.files = [
         *(file.stem for folder in folders for file in folder.glob("*.yaml")),
-        *(primary_names(schema) if own.folders else ()),
+        *(primary_names(schema) if own_folders else ()),
     ]
     keys: set[str] = set()
     given, problems_of_spaces = _without_spaces(arguments.overrides)

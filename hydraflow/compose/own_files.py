@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +24,9 @@ _VERLS_FOLDER = "config"
 """verl's folder of YAML files as its command lines name it, relative to verl's entry point."""
 
 
-@dataclass
-class OwnFiles:
-    """The user's configuration files on a command line."""
-
-    folders: list[Path] = field(default_factory=list)
-    """Folders that may hold the user's YAML files."""
-    words: list[str] = field(default_factory=list)
-    """Overrides that make Hydra look there."""
-
-
-def take(arguments: Arguments, ours: Path, schema: type) -> OwnFiles:
-    """Finds the user's files, and rewrites the options that name them so that Hydra finds them, too.
+def take(arguments: Arguments, ours: Path, schema: type) -> list[Path]:
+    """The folders that may hold the user's YAML files; rewrites the command line so that Hydra finds them,
+    too.
 
     `ours`: the folder of our own files. If the name is that of one of verl's primary configurations and there
     is no such file, overrides replace it. Raises ConfigError for folders and files that do not exist.
@@ -44,7 +34,7 @@ def take(arguments: Arguments, ours: Path, schema: type) -> OwnFiles:
     _split_name(arguments)
     path, extra, name = (arguments.value(*names) for names in (CONFIG_PATH, CONFIG_DIR, CONFIG_NAME))
     if path is not None and path.startswith("pkg://"):
-        return OwnFiles()
+        return []
     named = [Path(folder) for folder in (path, extra) if folder is not None]
     instead = verl_trees.config_file(schema, name) if name and not yaml_in(named, name) else None
     if instead is not None and (path is None or Path(path).parts == (_VERLS_FOLDER,)):
@@ -54,16 +44,15 @@ def take(arguments: Arguments, ours: Path, schema: type) -> OwnFiles:
         return take(arguments, ours, schema)
     problems = [*_missing_folder("--config-path", path), *_missing_folder("--config-dir", extra)]
     if name is not None and not problems:
-        folders = [ours, *named] if path is None else named
-        problems = _missing_file(name, folders, schema if path is not None else None)
+        searched = [ours, *named] if path is None else named
+        problems = _missing_file(name, searched, schema if path is not None else None)
     if problems:
         raise ConfigError([*arguments.problems, *problems])
-    found = OwnFiles([folder.resolve() for folder in named])
+    folders = [folder.resolve() for folder in named]
     if path is not None:
         arguments.take(*CONFIG_PATH)
         arguments.options += ["--config-path", str(Path(path).resolve())]
-    _search(arguments, ours, found, name)
-    return found
+    return folders + _search(arguments, ours, folders, name)
 
 
 def unreadable(error: yaml.YAMLError | UnicodeDecodeError, folders: Sequence[Path] = ()) -> Problem:
@@ -144,18 +133,18 @@ def _missing_file(name: str, folders: list[Path], schema: type | None) -> list[P
     return [Problem(f"--config-name {name}", None, f"there is no such file; {there}", remedy)]
 
 
-def _search(arguments: Arguments, ours: Path, found: OwnFiles, name: str | None) -> None:
-    """Adds our own files to Hydra's search path, and drops folders that do not exist, such as verl's in a
-    file that was written for a clone of verl."""
+def _search(arguments: Arguments, ours: Path, folders: list[Path], name: str | None) -> list[Path]:
+    """The user's further folders on Hydra's search path. Adds our own files to that path, and drops folders
+    that do not exist, such as verl's in a file that was written for a clone of verl."""
     given = _given_search(arguments)
-    listed = _search_of(name, found.folders) if given is None else given
+    listed = _search_of(name, folders) if given is None else given
     files = {entry: Path(entry.removeprefix(_FILE)) for entry in listed if entry.startswith(_FILE)}
     kept = [entry for entry in listed if entry not in files or files[entry].is_dir()]
-    found.folders += [files[entry].resolve() for entry in kept if entry in files]
     wanted = [*kept, *([f"{_FILE}{ours}"] if arguments.has(*CONFIG_PATH) else [])]
     if wanted != listed or given is not None:
         quoted = ",".join('"' + entry.replace('"', '\\"') + '"' for entry in wanted)
-        found.words.append(f"{_SEARCH}=[{quoted}]")
+        arguments.overrides.insert(0, f"{_SEARCH}=[{quoted}]")
+    return [files[entry].resolve() for entry in kept if entry in files]
 
 
 def _given_search(arguments: Arguments) -> list[str] | None:
