@@ -33,7 +33,7 @@ def quantities(request: Request, topology: Topology, plan: BatchPlan) -> Iterato
             yield from _micro(request, micro, micro_plan)
     yield from _rollout(request, plan)
     yield from _filter(request)
-    yield from _asynchronous(request, plan)
+    yield from _asynchronous(request)
     yield from _validation(request)
 
 
@@ -225,15 +225,15 @@ def _filter(request: Request) -> Iterator[Quantity]:
     yield Quantity("filter: prompts per step, at most", "prompts", most or "no limit", formula)
 
 
-def _asynchronous(request: Request, plan: BatchPlan) -> Iterator[Quantity]:
-    if plan.asynchronous is None or request.asynchronous is None:
+def _asynchronous(request: Request) -> Iterator[Quantity]:
+    if request.asynchronous is None:
         return
-    one, share, mini = plan.asynchronous, request.asynchronous.staleness, request.actor.mini
+    one, share, mini = request.asynchronous, request.staleness, request.actor.mini
     rounds, batches, flying = one.rounds_per_sync, one.mini_batches_per_round, one.prompts_in_flight
     origins = {key: ("", request.settings.origin(key)) for key in (ROUNDS, PER_ROUND)}
-    if request.asynchronous.derived:
-        other = batches if request.asynchronous.derived == ROUNDS else rounds
-        origins[request.asynchronous.derived] = f"{request.q}/({mini}·{other})", DERIVED
+    if request.async_derived:
+        other = batches if request.async_derived == ROUNDS else rounds
+        origins[request.async_derived] = f"{request.q}/({mini}·{other})", DERIVED
     yield Quantity("async: rounds per weight update P", "rounds", rounds, *origins[ROUNDS])
     yield Quantity("async: mini-batches per round R", "mini-batches", batches, *origins[PER_ROUND])
     yield Quantity("async: prompts per round", "prompts", one.prompts_per_round, f"R·M = {batches}·{mini}")

@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from hydraflow.batch_plan.handles import KEYS, StepNumbers, settle
 from hydraflow.batch_plan.layout import Layout
 from hydraflow.batch_plan.parts import MicroRequest, RoleRequest
-from hydraflow.batch_plan.plans import FilterPlan, ValidationPlan
+from hydraflow.batch_plan.plans import AsyncPlan, FilterPlan, ValidationPlan
 from hydraflow.batch_plan.repair import Violation
 from hydraflow.batch_plan.roles import fills_by_tokens, needs_critic, needs_reference
 from hydraflow.batch_plan.settings import Settings
@@ -28,17 +29,6 @@ TRAIN_BATCH, SAMPLES = KEYS["Q"], KEYS["n"]
 CRITIC_MINI = "critic.ppo_mini_batch_size"
 ROUNDS, PER_ROUND = "async_training.trigger_parameter_sync_step", "async_training.require_batches"
 GEN_BATCH = "data.gen_batch_size"
-
-
-@dataclass(frozen=True)
-class AsyncRequest:
-    """Asynchronous training as requested: a step is P rounds of R mini-batches."""
-
-    rounds: int
-    per_round: int
-    derived: str | None
-    """The key of the number that was not given and follows from the step's mini-batches."""
-    staleness: float
 
 
 @dataclass(frozen=True)
@@ -63,8 +53,11 @@ class Request:
     """None: every sampled prompt is trained on."""
     call_key: str
     """The key that decides how many prompts are sampled at a time."""
-    asynchronous: AsyncRequest | None
+    asynchronous: AsyncPlan | None
     """None: sampling and training take turns."""
+    async_derived: str | None
+    """The key of its number that was not given and follows from the step's mini-batches."""
+    staleness: float
     workers: int
     """Agent workers."""
     validation: ValidationPlan
@@ -141,6 +134,7 @@ def read(
         call_key = call_key if config.data.gen_batch_size is None else GEN_BATCH
     actor = _read_actor(config, numbers, layouts)
     critic = _read_critic(config, actor, layouts) if has_critic else None
+    asynchronous, derived = _read_async(settings, numbers, actor.mini)
     of_ref = layouts.get("ref", layouts.get("actor"))
     request = Request(
         settings=settings,
@@ -158,7 +152,9 @@ def read(
         rollout=rollout,
         filter=filtered,
         call_key=call_key,
-        asynchronous=_read_async(settings, q, actor.mini),
+        asynchronous=asynchronous,
+        async_derived=derived,
+        staleness=config.async_training.staleness_threshold,
         workers=rollout.agent.num_workers,
         validation=ValidationPlan(config.data.val_batch_size, rollout.val_kwargs.n),
         epochs=config.trainer.total_epochs,
@@ -167,14 +163,17 @@ def read(
     return request, broken
 
 
-def _read_async(settings: Settings[PPOConfig], q: int, mini: int) -> AsyncRequest | None:
-    """None if no key asks for it. If P or R is a default, it may follow from the other."""
+def _read_async(
+    settings: Settings[PPOConfig], numbers: StepNumbers, mini: int
+) -> tuple[AsyncPlan | None, str | None]:
+    """Asynchronous training, None if no key asks for it. If P or R is a default, it may follow from the
+    other: also returns its key."""
     config: PPOConfig = settings.config
-    training = config.async_training
+    training, q, n = config.async_training, numbers.values["Q"], numbers.values["n"]
     rounds, per_round = training.trigger_parameter_sync_step, training.require_batches
     staleness = training.staleness_threshold
     if staleness <= 0 and max(rounds, per_round) == 1 and not training.partial_rollout:
-        return None
+        return None, None
     staleness = staleness if math.isfinite(staleness) else 0.0  # another check refuses it
     updates, derived = q // mini, None
     if rounds * per_round * mini != q:
@@ -182,7 +181,16 @@ def _read_async(settings: Settings[PPOConfig], q: int, mini: int) -> AsyncReques
             per_round, derived = updates // rounds, PER_ROUND
         elif not settings.strength(ROUNDS) and updates % per_round == 0:
             rounds, derived = updates // per_round, ROUNDS
-    return AsyncRequest(rounds, per_round, derived, staleness)
+    flying = math.floor(q * (1 + Fraction(str(staleness))))  # of the decimal as written
+    plan = AsyncPlan(
+        rounds_per_sync=rounds,
+        mini_batches_per_round=per_round,
+        prompts_per_round=per_round * mini,
+        prompts_in_flight=flying,
+        trajectories_in_flight=flying * n,
+        stale_trajectories=(flying - q) * n,
+    )
+    return plan, derived
 
 
 def _group(layout: Layout | None) -> int:

@@ -16,10 +16,8 @@ and the steps of `targets.py`; `quantities.py` explains. None of it takes longer
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from fractions import Fraction
 from functools import partial
 
 from hydraflow.batch_plan import repair, targets
@@ -27,7 +25,7 @@ from hydraflow.batch_plan.device_rules import judge_devices
 from hydraflow.batch_plan.handles import NO_MINI_BATCH
 from hydraflow.batch_plan.layout import ShapeNumbers, placement_of
 from hydraflow.batch_plan.parts import MOST, MicroPlan, MicroRequest, RolePlan, RoleRequest, no_sizes
-from hydraflow.batch_plan.plans import AgentPlan, AsyncPlan, RolloutPlan
+from hydraflow.batch_plan.plans import AgentPlan, RolloutPlan
 from hydraflow.batch_plan.plans import BatchPlan as BatchPlan
 from hydraflow.batch_plan.quantities import quantities
 from hydraflow.batch_plan.repair import BATCH, MICRO, Fix, Violation
@@ -154,7 +152,7 @@ def _plan(request: Request, topology: Topology) -> BatchPlan:
         agent=AgentPlan(request.workers, -(-s // request.workers)),
         validation=request.validation,
         filter=request.filter,
-        asynchronous=_async_plan(request),
+        asynchronous=request.asynchronous,
         cluster=topology.cluster,
         layouts=layouts,
         placement=placement_of(layouts),
@@ -177,21 +175,6 @@ def _rollout_plan(request: Request) -> RolloutPlan:
         waves=-(-each // rollout.max_num_seqs),
         max_model_len=rollout.max_model_len or request.longest_row,
         max_num_batched_tokens=batched_tokens(rollout, request.longest_row, request.device_type),
-    )
-
-
-def _async_plan(request: Request) -> AsyncPlan | None:
-    one = request.asynchronous
-    if one is None:
-        return None
-    flying = math.floor(request.q * (1 + Fraction(str(one.staleness))))  # of the decimal as written
-    return AsyncPlan(
-        rounds_per_sync=one.rounds,
-        mini_batches_per_round=one.per_round,
-        prompts_per_round=one.per_round * request.actor.mini,
-        prompts_in_flight=flying,
-        trajectories_in_flight=flying * request.n,
-        stale_trajectories=(flying - request.q) * request.n,
     )
 
 

@@ -186,9 +186,9 @@ def _filter_can_fill_a_step(request: Request) -> Iterator[Violation]:
 def _rounds_fill_the_step(request: Request) -> Iterator[Violation]:
     """P·R·M = Q: a step of asynchronous training is P rounds of R mini-batches."""
     one, q, mini = request.asynchronous, request.q, request.actor.mini
-    if one is None or q % mini or one.rounds * one.per_round * mini == q:
+    if one is None or q % mini or one.rounds_per_sync * one.prompts_per_round == q:
         return
-    updates, (rounds, per_round) = q // mini, (one.rounds, one.per_round)
+    updates, rounds, per_round = q // mini, one.rounds_per_sync, one.mini_batches_per_round
     first, other = (PER_ROUND, per_round), (ROUNDS, rounds)
     if not request.settings.strength(PER_ROUND):
         first, other = other, first  # the user wrote only that one
