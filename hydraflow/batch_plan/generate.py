@@ -66,13 +66,9 @@ def resolve_generate_plan(
     def judge(values: Mapping[str, object]) -> list[Violation]:
         changed = settings.changed(values)
         rollout, data = changed.config.rollout, changed.config.data
-        limits = engine_violations(
-            rollout,
-            "rollout",
-            longest_prompt=data.max_prompt_length,
-            longest_response=data.max_response_length,
-            device_type=planned_type(changed.config.trainer.device),
-        )
+        tokens = (data.max_prompt_length, data.max_response_length)
+        device_type = planned_type(changed.config.trainer.device)
+        limits = engine_violations(rollout, "rollout", tokens=tokens, device_type=device_type)
         return no_sizes(changed) or list(limits)
 
     if judge({}):

@@ -8,15 +8,17 @@ gets a line here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from hydraflow.batch_plan.handles import KEYS
 from hydraflow.batch_plan.layout import Layout
 from hydraflow.batch_plan.parts import DERIVED, MicroPlan, MicroRequest, Quantity, RolePlan, RoleRequest
 from hydraflow.batch_plan.plans import BatchPlan
 from hydraflow.batch_plan.request import CRITIC_MINI, GEN_BATCH, PER_ROUND, ROUNDS, Request
-from hydraflow.batch_plan.settings import DEFAULT
+from hydraflow.batch_plan.settings import DEFAULT, Settings
 from hydraflow.batch_plan.topology import ROLLOUT, Topology
 from hydraflow.generation.config import GENERATION_ENGINES
+from hydraflow.schema import PPOConfig, SupervisedConfig
 
 
 def quantities(request: Request, topology: Topology, plan: BatchPlan) -> Iterator[Quantity]:
@@ -30,7 +32,7 @@ def quantities(request: Request, topology: Topology, plan: BatchPlan) -> Iterato
     for name in ("old_log_prob", "ref", "values", "reward_model"):
         micro, micro_plan = getattr(request, name), getattr(plan, name)
         if micro and micro_plan:
-            yield from _micro(request, micro, micro_plan)
+            yield from micro_quantities(request.settings, micro, micro_plan, request.longest_row)
     yield from _rollout(request, plan)
     yield from _filter(request)
     yield from _asynchronous(request)
@@ -84,14 +86,15 @@ def layout_quantities(layout: Layout) -> Iterator[Quantity]:
 
 
 def run_quantities(
-    per_epoch: int | None, formula: str, epochs: int, asked: int | None, origin: str
+    settings: Settings[PPOConfig] | Settings[SupervisedConfig], per_epoch: int | None, formula: str
 ) -> Iterator[Quantity]:
-    """The lines that show how many steps a run takes; `formula`: of the steps per epoch, `origin`: of the
-    requested steps."""
+    """The lines that show how many steps a run takes; `formula`: of the steps per epoch."""
+    config: PPOConfig | SupervisedConfig = settings.config
+    asked, epochs = config.trainer.total_training_steps, config.trainer.total_epochs
     if per_epoch is not None:
         yield Quantity("steps per epoch", "steps", per_epoch, formula)
     if asked is not None:
-        yield Quantity("training steps", "steps", asked, "", origin)
+        yield Quantity("training steps", "steps", asked, "", settings.origin("trainer.total_training_steps"))
     elif per_epoch:
         formula = f"steps per epoch · epochs = {per_epoch}·{epochs}"
         yield Quantity("training steps", "steps", per_epoch * epochs, formula)
@@ -103,8 +106,7 @@ def _run(request: Request) -> Iterator[Quantity]:
     formula = f"⌊prompts/Q⌋ = ⌊{request.prompts}/{request.q}⌋"
     formula += ", at most: dropped groups cost prompts" if request.filter else ""
     per_epoch = None if request.prompts is None else request.steps_per_epoch
-    origin = request.settings.origin("trainer.total_training_steps")
-    yield from run_quantities(per_epoch, formula, request.epochs, request.asked_steps, origin)
+    yield from run_quantities(request.settings, per_epoch, formula)
 
 
 def _step(request: Request) -> Iterator[Quantity]:
@@ -124,7 +126,7 @@ def _role(request: Request, role: RoleRequest, plan: RolePlan) -> Iterator[Quant
     rows, each = plan.mini_batch_trajectories, plan.rows_per_rank
     yield Quantity(f"{name}: trajectories per optimizer step G", "trajectories", rows, f"M·n = {mini}·{n}")
     yield Quantity(f"{name}: rows per data rank g", "trajectories", each, f"G/dp = {rows}/{dp}")
-    yield from _micro(request, role.micro, plan.micro)
+    yield from micro_quantities(request.settings, role.micro, plan.micro, request.longest_row)
     if plan.accumulation_steps is not None:
         formula = f"g/m = {each}/{plan.micro.rows}"
         yield Quantity(f"{name}: accumulation steps a", "micro-batches", plan.accumulation_steps, formula)
@@ -153,15 +155,11 @@ def _schedule(request: Request, role: RoleRequest, plan: RolePlan) -> Iterator[Q
         yield Quantity(f"{name}: {role.optim.lr_scheduler_type} decay", "training steps", decay, formula)
 
 
-def _micro(request: Request, micro: MicroRequest, plan: MicroPlan) -> Iterator[Quantity]:
-    yield from micro_quantities(micro, plan, request.settings.origin(micro.deciding_key), request.longest_row)
-
-
 def micro_quantities(
-    micro: MicroRequest, plan: MicroPlan, origin: str, row_tokens: int
+    settings: Settings[Any], micro: MicroRequest, plan: MicroPlan, row_tokens: int
 ) -> Iterator[Quantity]:
-    """The lines that show a micro-batch; `origin`: of its deciding key."""
-    name = f"micro-batch of {micro.purpose}"
+    """The lines that show a micro-batch."""
+    name, origin = f"micro-batch of {micro.purpose}", settings.origin(micro.deciding_key)
     if plan.max_tokens is not None and micro.sharers == 1:
         yield Quantity(name, "tokens per device", micro.max_tokens, "", origin)
     elif plan.max_tokens is not None:

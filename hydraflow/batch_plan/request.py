@@ -61,9 +61,6 @@ class Request:
     workers: int
     """Agent workers."""
     validation: ValidationPlan
-    epochs: int
-    """Passes over the training prompts."""
-    asked_steps: int | None
 
     @property
     def q(self) -> int:
@@ -110,7 +107,8 @@ class Request:
     @property
     def total_steps(self) -> int:
         """Training steps of the run; 0: not known."""
-        return self.asked_steps or self.steps_per_epoch * self.epochs
+        config: PPOConfig = self.settings.config
+        return config.trainer.total_training_steps or self.steps_per_epoch * config.trainer.total_epochs
 
 
 def read(
@@ -157,8 +155,6 @@ def read(
         staleness=config.async_training.staleness_threshold,
         workers=rollout.agent.num_workers,
         validation=ValidationPlan(config.data.val_batch_size, rollout.val_kwargs.n),
-        epochs=config.trainer.total_epochs,
-        asked_steps=config.trainer.total_training_steps,
     )
     return request, broken
 

@@ -125,45 +125,40 @@ def _token_budgets_hold_a_row(request: Request) -> Iterator[Violation]:
 
 
 def engine_violations(
-    rollout: SamplingConfig, section: str, *, longest_prompt: int, longest_response: int, device_type: str
+    rollout: SamplingConfig, section: str, *, tokens: tuple[int, int], device_type: str
 ) -> Iterator[Violation]:
     """Serving engines refuse rows above max_model_len. vLLM also refuses a max_num_batched_tokens below
-    max_num_seqs or, without chunked prefill, below a whole row. `section`: configuration key of `rollout`."""
+    max_num_seqs or, without chunked prefill, below a whole row. `section`: configuration key of `rollout`;
+    `tokens`: of the longest prompt and the longest response."""
     engine = GENERATION_ENGINES.get(rollout.name)
     if engine is None or "max_model_len" not in engine.reads:
         return
-    row = longest_prompt + longest_response
-    longest, key = rollout.max_model_len, f"{section}.max_model_len"
+    row, longest, key = sum(tokens), rollout.max_model_len, f"{section}.max_model_len"
     if longest is not None and longest < row:
         fitting: list[Fix] = [{key: None}, {key: row}]
-        text = f"must hold the longest row, {longest_prompt} + {longest_response} = {row} tokens"
+        text = f"must hold the longest row, {tokens[0]} + {tokens[1]} = {row} tokens"
         yield Violation("max_model_len", BUDGET, key, longest, text, fitting)
     if "max_num_batched_tokens" not in engine.reads:
         return
     key = f"{section}.max_num_batched_tokens"
-    tokens, most = rollout.max_num_batched_tokens, rollout.max_num_seqs
+    batched, most = rollout.max_num_batched_tokens, rollout.max_num_seqs
     least = least_batched_tokens(rollout, row, device_type)
-    if tokens is None or tokens >= least:
+    if batched is None or batched >= least:
         return
     because = "vLLM decodes one token of each sequence at a time"
     text = f"must be at least {section}.max_num_seqs={most}: {because}"
-    if tokens >= most:
+    if batched >= most:
         chunked = f"{section}.enable_chunked_prefill"
         default = f"{chunked}=null on a CPU"
         because = default if rollout.enable_chunked_prefill is None else f"{chunked}=false"
         text = f"must hold a whole row of {longest or row} tokens, because {because}"
-    yield Violation("max_num_batched_tokens", BUDGET, key, tokens, text, [{key: least}])
+    yield Violation("max_num_batched_tokens", BUDGET, key, batched, text, [{key: least}])
 
 
 def _engine_holds_a_row(request: Request) -> Iterator[Violation]:
     """The engine's limits hold the longest row."""
-    yield from engine_violations(
-        request.rollout,
-        ROLLOUT,
-        longest_prompt=request.longest_prompt,
-        longest_response=request.longest_response,
-        device_type=request.device_type,
-    )
+    tokens = (request.longest_prompt, request.longest_response)
+    yield from engine_violations(request.rollout, ROLLOUT, tokens=tokens, device_type=request.device_type)
 
 
 def _filter_can_fill_a_step(request: Request) -> Iterator[Violation]:

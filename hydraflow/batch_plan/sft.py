@@ -232,24 +232,17 @@ def _plan(request: _Request) -> SFTPlan:
 
 
 def _quantities(request: _Request, role: RolePlan, layout: Layout) -> Iterator[Quantity]:
-    config: SupervisedConfig = request.settings.config
-    noun = noun_of(config)
-    origin, trainer, rows = request.settings.origin, config.trainer, role.rows_per_rank
-    batch, kind, micro = request.role.mini, request.role.optim.lr_scheduler_type, request.role.micro
+    noun, rows = noun_of(request.settings.config), role.rows_per_rank
+    batch, kind = request.role.mini, request.role.optim.lr_scheduler_type
     yield from layout_quantities(layout)
-    yield Quantity(f"{noun}s per step", f"{noun}s", batch, "", origin(_BATCH))
+    yield Quantity(f"{noun}s per step", f"{noun}s", batch, "", request.settings.origin(_BATCH))
     yield Quantity("rows per data rank", f"{noun}s", rows, f"{batch}/{role.data_ranks}")
-    yield from micro_quantities(micro, role.micro, origin(micro.deciding_key), request.row_tokens)
+    yield from micro_quantities(request.settings, request.role.micro, role.micro, request.row_tokens)
     if role.accumulation_steps is not None:
         formula = f"{rows}/{role.micro.rows}"
         yield Quantity("accumulation steps", "micro-batches", role.accumulation_steps, formula)
-    yield from run_quantities(
-        None if request.conversations is None else request.steps_per_epoch,
-        f"⌊{request.conversations}/{batch}⌋",
-        trainer.total_epochs,
-        trainer.total_training_steps,
-        origin("trainer.total_training_steps"),
-    )
+    per_epoch = None if request.conversations is None else request.steps_per_epoch
+    yield from run_quantities(request.settings, per_epoch, f"⌊{request.conversations}/{batch}⌋")
     if role.warmup_steps:
         yield Quantity("warm-up", "steps", role.warmup_steps)
     if role.decay_steps and kind != "constant":
