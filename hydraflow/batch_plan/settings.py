@@ -35,6 +35,10 @@ class Settings(Generic[Config]):
         """Strength of a key's origin."""
         return strength(self.origin(key))
 
+    def follows(self, key: str, leader: str) -> bool:
+        """Whether a key is unset: it then has its default, or has been given the value of its leader."""
+        return self.origin(key) in (DEFAULT, f"follows {leader}")
+
     def changed(self, values: Mapping[str, object]) -> Settings[Config]:
         """The settings as if these overrides were on the command line.
 

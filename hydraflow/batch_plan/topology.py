@@ -221,8 +221,9 @@ class _TopologyReader:
         if role != "ref":
             return own
         # the reference divides its model as the actor does, unless its own keys are set
-        free = [name for name, one in own.items() if not self.settings.strength(one.key)]
-        return own | {name: leader[name] for name in free if name != "shard"}
+        shared = [name for name in own if name in leader and name != "shard"]
+        free = [name for name in shared if self.settings.follows(own[name].key, leader[name].key)]
+        return own | {name: leader[name] for name in free}
 
     def _trained_degrees(self, role: str) -> dict[str, Degree]:
         """The sizes of a role with a training engine, from its own section."""

@@ -225,14 +225,14 @@ def _describe(
     unsupported = checked.translation.unsupported
     notes = [
         *checked.translation.notes,
-        *(str(one).partition("\n")[0] for one in ineffective),
+        *(one.fault for one in ineffective),
         *names,
         *_default_devices(config, checked),
         *_default_estimator(config, checked),
         *(entry.advise(config, planning=entry.tolerant) if entry.advise else ()),
     ]
     if entry.tolerant:
-        notes += [str(one).partition("\n")[0] for one in unsupported]
+        notes += [one.fault for one in unsupported]
     honoured = len(given) + len(checked.translation.ignored) - len(ineffective)
     command = Command(
         entry.config_name,

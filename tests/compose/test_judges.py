@@ -26,6 +26,20 @@ def test_machines_that_are_planned_for_change_nothing():
     assert problem.rule == "must divide data.train_batch_size=64"
 
 
+def test_a_reference_that_follows_the_actor_repeats_no_mistake():
+    """Its sizes are copies of the actor's, as in verl; a remedy changes both."""
+    actor, ref = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+    size = "megatron.tensor_model_parallel_size"
+    given = [f"{actor}.strategy=megatron", f"{actor}.use_kl_loss=true", "trainer.n_gpus_per_node=4"]
+    with pytest.raises(ConfigError) as caught:
+        judged(*given, f"{actor}.{size}=3")
+    assert {problem.field for problem in caught.value.problems} == {f"{actor}.{size}"}
+    judged(*given, f"{actor}.{size}=2")
+    with pytest.raises(ConfigError) as caught:
+        judged(*given, f"{actor}.{size}=2", f"{ref}.{size}=3")
+    assert {problem.field for problem in caught.value.problems} == {f"{ref}.{size}"}
+
+
 NOWHERE = "/nowhere/at/all"
 MODEL, CUSTOM = "actor_rollout_ref.model.path", "reward.custom_reward_function.path"
 MISSING = [
