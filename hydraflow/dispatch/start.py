@@ -30,6 +30,7 @@ from hydraflow.dispatch.services import without_services
 from hydraflow.dispatch.template import end_template, stop_forking, workers_from_template
 from hydraflow.errors import ConfigError
 from hydraflow.system.interrupts import FOR_THE_COMMAND, blocked
+from hydraflow.system.node_folder import remove_old_sessions
 
 PROBE_SECONDS = 5.0
 """Seconds for a cluster's address to accept a connection."""
@@ -52,9 +53,11 @@ def start_ray(config: RayInitConfig, cpus: float, *, console: bool = False, fork
     with blocked(*FOR_THE_COMMAND):
         if config.address == "local":
             cores = _local_cpus(config, math.ceil(cpus))
-            private: dict[str, Any] = dict(_temp_dir=str(close_to_others()), _system_config=RAY_SETTINGS)
+            sessions = close_to_others()
+            private: dict[str, Any] = dict(_temp_dir=str(sessions), _system_config=RAY_SETTINGS)
             with workers_from_template() if forks else nullcontext(), without_services(log_monitor=console):
                 ray.init(address="local", num_cpus=cores, **private, **quiet)
+            remove_old_sessions(sessions)
         else:
             _join(config.address, quiet)
     if threading.current_thread() is threading.main_thread():

@@ -9,8 +9,11 @@ rejected. Standard library only.
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from hydraflow.errors import ConfigError, EnvironmentFault
@@ -26,6 +29,10 @@ SOCKET = "/session_2026-11-22_05-35-18_170953_4194304/sockets/plasma_store.1"
 """The longest path that Ray adds below its folder."""
 SESSIONS = "ray"
 """Ray makes this folder world-accessible, so its parent must be private."""
+KEPT_DAYS = 14
+"""Days for which the logs of a Ray that has ended are kept."""
+REMOVED_AT_ONCE = 20
+"""Largest number of old sessions that one run removes."""
 
 
 def node_folder() -> Path:
@@ -73,6 +80,16 @@ def session_folder() -> Path:
     limit = f"at most {private} characters, or {most} for a folder of yours with mode 700"
     rule = f"is too long for the sockets below it: {limit}"
     raise ConfigError.one(RAY_BASE, named, rule, f"{RAY_BASE}=/tmp")
+
+
+def remove_old_sessions(folder: Path) -> None:
+    """Removes what Rays that ended long ago have left in the folder of sessions; Ray keeps it for good. A Ray
+    that runs writes to its logs every few seconds."""
+    until = time.time() - KEPT_DAYS * 24 * 3600
+    for session in sorted(folder.glob("session_2*"))[:REMOVED_AT_ONCE]:  # their names begin with the date
+        with suppress(OSError):  # another run removes it, too
+            if max(file.stat().st_mtime for file in [session, *session.glob("logs/*")]) < until:
+                shutil.rmtree(session)
 
 
 def _has_room(folder: Path) -> bool:
