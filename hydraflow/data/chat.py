@@ -40,11 +40,13 @@ def as_messages(record: FileRecord, column: str) -> Messages:
 def without_null_fields(record: FileRecord, value: Any) -> Any:
     """A nested value of the row without the nulls that Parquet adds: it gives every struct the fields of all
     others in its column, such as the arguments of other tools' calls."""
-    if record.file.suffix != PARQUET_ENDING:
-        return value
+    return _without_nulls(value) if record.file.suffix == PARQUET_ENDING else value
+
+
+def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: without_null_fields(record, part) for name, part in value.items() if part is not None}
-    return [without_null_fields(record, part) for part in value] if isinstance(value, list) else value
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _with_content(message: Any) -> Any:

@@ -24,6 +24,7 @@ def few_steps(folder: Path, cache: Path) -> list[str]:
         f"recipe.cache_dir={cache}",
         f"trainer.default_local_dir={folder}",
         "trainer.total_training_steps=12",
+        "data.train_max_samples=1000",
         "trainer.test_freq=3",
         "trainer.logger=[file]",
         "trainer.save_final_model=false",
