@@ -181,13 +181,7 @@ def cut_gradients(
 # --- weights
 
 
-def weights_to(
-    path: str, options: Mapping[str, Any], ranks: Sequence[int | None] = (None,)
-) -> list[dict[str, torch.Tensor]]:
-    """Those of one engine, sent to each rank, or to all, one after the other; in the order in which they
-    come."""
-    engine = make_engine(path, options)
-    return [{name: tensor.clone() for name, tensor in engine.weights(to=rank)} for rank in ranks]
+weights_to = partial(rank_jobs.weights_to, make=make_engine)
 
 
 def save_hf(path: str, options: Mapping[str, Any], directory: str) -> int:
@@ -224,9 +218,9 @@ def state_of(found: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     if "moments" in found[0]:
         moments = {name.partition(".")[2]: value for name, value in found[0]["moments"].items()}
         return {name: value for name, value in moments.items() if not name.endswith(".step")}
-    slots = [slot for slot in found[0]["state"] if slot != WEIGHT]
-    whole = {slot: assembled([rank["state"][slot] for rank in found]) for slot in slots}
-    return {f"{name}.{slot}": value for slot in slots for name, value in whole[slot].items()}
+    whole = {slot: assembled([rank["state"][slot] for rank in found]) for slot in found[0]["state"]}
+    del whole[WEIGHT]  # `assembled` has checked them
+    return {f"{name}.{slot}": value for slot in whole for name, value in whole[slot].items()}
 
 
 write_checkpoint = partial(rank_jobs.write_checkpoint, make=make_engine, look=everything)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -121,15 +121,29 @@ def my_share(batch: DataProto, engine: FSDPEngine | None = None) -> DataProto:
 
 
 def weights_to(
-    path: str, options: Mapping[str, Any], ranks: Sequence[int | None], form: Form = Form.MERGED
+    path: str,
+    options: Mapping[str, Any],
+    ranks: Sequence[int | None] = (None,),
+    form: Form = Form.MERGED,
+    make: Callable[..., Any] = make_engine,
 ) -> list[dict[str, torch.Tensor]]:
-    """Those of one engine, sent to each rank, or to all, one after the other."""
-    engine = make_engine(path, options)
-    return [{name: one.clone() for name, one in engine.weights(to=rank, form=form)} for rank in ranks]
+    """Those of one engine, sent to each rank, or to all, one after the other; in the order in which they
+    come. make: makes the engine."""
+    engine = make(path, options)
+    return [by_name(engine.weights(to=rank, form=form)) for rank in ranks]
 
 
 def full_weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.weights()}
+    return by_name(engine.weights())
+
+
+def by_name(stream: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Copies of an engine's weights, each of which comes once."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in stream:
+        assert name not in found, f"{name} comes twice"
+        found[name] = tensor.clone()
+    return found
 
 
 def gradients(engine: FSDPEngine) -> dict[str, torch.Tensor]:
