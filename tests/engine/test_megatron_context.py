@@ -45,7 +45,7 @@ def test_every_layout(pools: dict[int, Ranks], oracle: Oracle, layout: str) -> N
 @pytest.mark.parametrize("layout", ["two", "two of each tensor-parallel rank", "two on each stage"])
 def test_values(pools: dict[int, Ranks], oracle: Oracle, layout: str) -> None:
     _, ranks, settings = LAYOUTS[layout]
-    check(pools[ranks], oracle, "qwen2", settings, head="value")
+    check(pools[ranks], oracle, "qwen2", settings, head="value", near=5e-5)  # values up to 9
 
 
 @pytest.mark.parametrize("kind", ["one token", "far apart", "samples"])

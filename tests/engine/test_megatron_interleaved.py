@@ -53,7 +53,7 @@ def test_micro_batches_that_do_not_fill_the_stages(
 
 
 def test_values(pools: dict[int, Ranks], oracle: Oracle) -> None:
-    check(pools[2], oracle, "qwen2", interleaved(2), head="value")
+    check(pools[2], oracle, "qwen2", interleaved(2), head="value", near=1e-4)  # values up to 13
 
 
 def test_weights_come_to_one_rank(pools: dict[int, Ranks], oracle: Oracle) -> None:
