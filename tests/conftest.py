@@ -114,7 +114,7 @@ def own_threads() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     """A local Ray that counts 8 CPUs. `Runtime.start` finds it running, uses it and leaves it running. Its
-    template has imported Megatron-Core, too: each worker would."""
+    template imports Megatron-Core, too, so that workers with that engine need not."""
     from hydraflow.dispatch import template
     from hydraflow.dispatch.config import RayInitConfig
     from hydraflow.dispatch.start import start_ray, stop_ray

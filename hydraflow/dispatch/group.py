@@ -211,8 +211,8 @@ class WorkerGroup(Group):
         awaits: frozenset[ObjectRef] = frozenset(),
         renews: bool = True,
     ) -> dict[int, ObjectRef]:
-        """Sends a call to those ranks. Returns the answers to wait for, by rank; they are added to `answers`.
-        `seconds` None: the limit of any call. `awaits` and `renews`: see `PendingCall`."""
+        """Sends a call to those ranks. Returns the answers to wait for, by rank; each is stored in `answers`
+        when it arrives. `seconds` None: the limit of any call. `awaits` and `renews`: see `PendingCall`."""
         refs: dict[int, ObjectRef] = {}
         given = {} if answers is None else answers
         limit = self.channel.timeouts.call if seconds is None else seconds

@@ -1,8 +1,8 @@
 """Writes a model in training as a Hugging Face directory: configuration, generation settings, tokenizer,
 weights.
 
-In: a transformers model, with or without values, and full weights by name. Out: files. Left out on purpose:
-gathering the weights (`fsdp/export.py`, `megatron/export.py`).
+In: a transformers model, with or without values, and full weights by name or as an engine's stream. Out:
+files. Left out on purpose: gathering the weights (`fsdp/export.py`, `megatron/export.py`).
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class WeightLink(Protocol):
 
 @dataclass
 class _Sleeps:
-    """Half a `Sleeper` for a generation engine, which sleeps until weights arrive."""
+    """A `Sleeper` without `wake`: a generation engine sleeps until weights arrive."""
 
     rollout: RoleGroup
     turns: Turns = field(default_factory=Turns, kw_only=True)

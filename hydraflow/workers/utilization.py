@@ -79,8 +79,8 @@ class Utilization:
         """FLOPs and seconds of what has not been reported yet, by name."""
 
     def note(self, name: str, rows: DataProto, seconds: float, *, updates: int = 0) -> None:
-        """Notes that many updates on these rows, or else a pass without gradients over them; it replaces what
-        has this name."""
+        """Notes `updates` updates on these rows, or if there are none a pass without gradients over them.
+        Replaces what was noted under this name."""
         if self._work is not None:
             lengths = ragged.lengths(rows.get("prompts")), ragged.lengths(rows.get("responses"))
             flops = updates * self._work.update(*lengths) if updates else self._work.forward(*lengths)

@@ -48,8 +48,8 @@ def observed(
     engine: Any, kind: str, micro_batches: int, *, head: str
 ) -> tuple[dict[str, Any], Callable[[], dict[str, Metric]]]:
     """Log-probabilities, entropies and greedy matches (or values) of this rank's rows, metrics of their loss,
-    the rank's place, and the sum and maximum over data ranks of the number of rows; and what adds the
-    gradient of the loss, which it has done once."""
+    the rank's place, and the sum and maximum over data ranks of the number of rows; and a function that adds
+    the gradient of the loss, which has been called once."""
     share = rank_jobs.my_share(make_rows(kind), engine)
     parts = share.chunk(micro_batches)
     ask = Ask(0.8, entropy=head == "policy")
