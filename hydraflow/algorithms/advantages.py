@@ -64,7 +64,9 @@ def estimate_advantages(
 def _asked(estimator: Estimator, given: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """The subset of the given columns that the estimator takes."""
     flags = OF_ESTIMATORS | {"old_log_probs": "sum_pi_squared", "sum_pi_squared": "sum_pi_squared"}
-    needed = {name: column for name, column in given.items() if getattr(estimator, flags[name])}
-    columns = {name: column for name, column in needed.items() if column is not None}
-    assert len(columns) == len(needed), f"the estimator needs {list(needed)}"
+    del flags["trained_tokens"]  # counted here
+    assert given.keys() <= flags.keys(), f"no estimator takes {sorted(given.keys() - flags.keys())}"
+    needed = [name for name, flag in flags.items() if getattr(estimator, flag)]
+    columns = {name: column for name in needed if (column := given.get(name)) is not None}
+    assert len(columns) == len(needed), f"the estimator needs {needed}"
     return columns
