@@ -180,7 +180,9 @@ def tables(schema: type) -> KeyTables:
     for name, kind in kinds.items():
         for given in content.get(name, ()):
             row = kind(**{field: value for field, value in given.items() if field != "keys"})
-            rows |= {_pattern(pattern, names): row for pattern in given["keys"]}
+            patterns = [_pattern(pattern, names) for pattern in given["keys"]]
+            assert rows.keys().isdisjoint(patterns), f"a pattern of {patterns} is in two rows"
+            rows |= dict.fromkeys(patterns, row)
     return KeyTables(
         command=content["command"],
         sections=content.get("sections", {}),
