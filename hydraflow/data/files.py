@@ -186,8 +186,8 @@ def depth(values: Any) -> int:
     >>> depth([{"a": [1]}, 2])
     3
     """
-    depth, level = 0, [values]
+    levels, level = 0, [values]
     while level := [one for one in level if isinstance(one, dict | list)]:
-        depth += 1
+        levels += 1
         level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
-    return depth
+    return levels
