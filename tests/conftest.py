@@ -119,8 +119,9 @@ def ray_session() -> Iterator[None]:
     from hydraflow.dispatch.config import RayInitConfig
     from hydraflow.dispatch.start import start_ray, stop_ray
 
-    template.LIBRARIES += ("hydraflow.engine.megatron.engine",)
-    start_ray(RayInitConfig(num_cpus=8), cpus=8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(template, "LIBRARIES", (*template.LIBRARIES, "hydraflow.engine.megatron.engine"))
+        start_ray(RayInitConfig(num_cpus=8), cpus=8)
     yield
     stop_ray()
 

@@ -41,6 +41,9 @@ def load_state_dict(
         raise ConfigError.one("dtype", dtype, f"is none of auto, {', '.join(DTYPES)}")
     options = MergeOptions(dtype=dtype, trust_remote_code=trust_remote_code)
     outputs = outputs_of(open_checkpoint(checkpoint, settings=hf_model_path), options)
-    sources, tied = outputs.sources.items(), outputs.architecture.tied.items()
-    state = {name: cast(whole(source), outputs.dtype_of(name), name) for name, source in sources}
-    return state | {name: state[same] for name, same in tied}
+    state = {}
+    for name, source in outputs.sources.items():
+        state[name] = cast(whole(source), outputs.dtype_of(name), name)
+    for name, same in outputs.architecture.tied.items():
+        state[name] = state[same]
+    return state

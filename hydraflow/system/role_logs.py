@@ -261,6 +261,9 @@ class PrintedLines(io.TextIOBase):
     def writable(self) -> bool:
         return True
 
+    def isatty(self) -> bool:
+        return False  # also once it is closed, when the base class raises
+
     @property
     def encoding(self) -> str:  # type: ignore[override]
         return "utf-8"

@@ -54,6 +54,7 @@ def test_a_function_is_called_with_arguments() -> None:
     assert outcomes == [("done", "1"), ("raised", "")]
 
 
+@pytest.mark.slow(short=True)
 @pytest.mark.parametrize(
     ("source", "ended"),
     [
@@ -72,6 +73,7 @@ def test_limits(source: str, ended: str) -> None:
     assert how(source)[0] == ended
 
 
+@pytest.mark.slow(short=True)
 def test_a_fork_bomb_and_a_daemon_leave_nothing() -> None:
     bomb = "import os, time\n"
     bomb += "made = 0\nwhile True:\n  try:\n    made += 1\n    if not os.fork(): time.sleep(60)\n"
@@ -150,6 +152,7 @@ def test_signals_do_not_reach_the_first_process() -> None:
     assert outcomes == [("done", "there\n")] * 2
 
 
+@pytest.mark.slow(short=True)
 def test_tests_for_which_there_is_no_time_have_no_outcome() -> None:
     began = time.monotonic()
     # longer than a start takes on a slow machine
