@@ -236,8 +236,12 @@ def preload() -> None:
     for name in PRELOADED:
         importlib.import_module(f"hydraflow.{name}")
     import ray._common.pydantic_compat  # noqa: F401
+    import torch.utils.tensorboard  # noqa: F401
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+    with suppress(ImportError):
+        import pandas  # noqa: F401  pyarrow imports it, where it is installed, to convert a list
 
     compose()
     draw()

@@ -19,7 +19,7 @@ from hydraflow.schema import PPOConfig
 from hydraflow.slurm.job_settings import JobSettings, job_settings_of
 from hydraflow.system.allocation import Allocation
 
-pytestmark = pytest.mark.slow(short=True)  # each waits for a job script, two seconds or more
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]  # each waits for a job script, two seconds or more
 
 ROOT = Path(__file__).parents[2]
 SRUN = """#!/usr/bin/env bash
