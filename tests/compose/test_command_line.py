@@ -327,9 +327,10 @@ def test_a_reader_may_stop_early(tmp_path):
 )
 def test_output_that_cannot_be_written_is_said_in_a_sentence(tmp_path, words):
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    full = (">/dev/full", (3, "standard output cannot be written: No space left on device\n"))
-    closed = (">&-", (2 if "=0" in words else 0, ""))
-    for stream, expected in [full] if words == "doctor" else [full, closed]:  # its checks take their time
+    for stream, expected in (
+        (">/dev/full", (3, "standard output cannot be written: No space left on device\n")),
+        (">&-", (2 if "=0" in words else 0, "")),
+    ):
         command = f"{sys.executable} -m hydraflow.{words} {stream}"
         result = subprocess.run(
             ["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import socket
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +49,11 @@ def test_a_step_is_the_sum_of_its_spans_and_as_long_as_the_metrics_say(run: Path
             "in the order of the step"
         )
         assert sum(event["dur"] for event in inside) == pytest.approx(step["dur"], abs=20)
-        # two clocks are read one after the other, and a busy machine may run something else in between
-        same = partial(pytest.approx, abs=0.02)
-        assert step["dur"] / 1e6 == same(measured[number]["timing_s/step"])
-        for event in inside:
-            if event["name"] in PHASES:
-                assert event["dur"] / 1e6 == same(measured[number][f"timing_s/{event['name']}"])
-                assert event["args"] == {"step": number}
+        for event in [step, *(event for event in inside if event["name"] in PHASES)]:
+            name = "step" if event is step else event["name"]
+            # the span begins before what is measured and ends after it; a busy machine may be elsewhere then
+            assert -1e-5 < event["dur"] / 1e6 - measured[number][f"timing_s/{name}"] < 0.02
+            assert event["args"] == {"step": number}
 
 
 def test_roles_and_ranks_of_the_timeline(run: Path) -> None:

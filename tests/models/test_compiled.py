@@ -35,7 +35,7 @@ def arguments_of(name: str, rows: int, width: int, dtype: torch.dtype) -> list[T
     """Arguments of the function for two sequences of so many rows."""
     draw = torch.Generator().manual_seed(rows)
     shapes = {
-        "rms_norm": [(2, rows, width), (width,)],
+        "rms_norm": [(2, rows, 5, width), (width,)],
         "rotated": [(2, rows, 3, width), (2 * rows, 1, width), (2 * rows, 1, width)],
         "swiglu": [(2, rows, width), (2, rows, width)],
     }[name]
