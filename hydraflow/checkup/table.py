@@ -37,7 +37,7 @@ from hydraflow.generation.config import GENERATION_ENGINES
 
 SECONDS = 20.0
 """Default time limit of a check."""
-PROBED = libraries.PROBE_SECONDS + SECONDS
+PROBE_LIMIT = libraries.PROBE_SECONDS + SECONDS
 """Time limit of a check that imports a library."""
 
 
@@ -89,13 +89,15 @@ CHECKS = (
     Check("library versions", libraries.check_versions, fast=True),
     Check("tensordict and torch", libraries.check_tensordict, fast=True),
     *(
-        Check(f"{engine.needs.name} and torch", partial(libraries.check_generation, name), seconds=PROBED)
+        Check(
+            f"{engine.needs.name} and torch", partial(libraries.check_generation, name), seconds=PROBE_LIMIT
+        )
         for name, engine in GENERATION_ENGINES.items()
         if engine.needs is not None
     ),
-    Check("Megatron-Core", libraries.check_megatron, seconds=PROBED),
-    Check("flash-attn", libraries.check_flash_attention, seconds=PROBED),
-    Check("Triton", libraries.check_triton, seconds=PROBED),
+    Check("Megatron-Core", libraries.check_megatron, seconds=PROBE_LIMIT),
+    Check("flash-attn", libraries.check_flash_attention, seconds=PROBE_LIMIT),
+    Check("Triton", libraries.check_triton, seconds=PROBE_LIMIT),
     Check("configuration", check_settings),
     Check("batch plan", check_plan),
     Check("processors", limits.check_processors, fast=True),

@@ -79,6 +79,7 @@ def call_filter(machine: str | None = None) -> bytes:
     if machine not in _ARCHITECTURES:
         raise ValueError(f"there is no filter of system calls for {machine}, only for x86_64 and aarch64")
     architecture, place = _ARCHITECTURES[machine]
+    # equal: skips one step, the end of a program of another architecture
     steps = [_load(_ARCHITECTURE), (_EQUAL, 1, 0, architecture), _return(_KILL), _load(_NUMBER)]
     steps += [(_AT_LEAST, 0, 1, _X32), _fail(errno.ENOSYS)]
     for numbers in _REFUSED.values():
