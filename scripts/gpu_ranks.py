@@ -13,6 +13,7 @@ and of weights after a step, and the relative difference of the gradient norm. E
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import sys
 import tempfile
@@ -33,9 +34,8 @@ from hydraflow.protocol import ragged
 
 LIMIT_S = 240
 """Time limit for the ranks of a layout, from their start."""
-PRELOADED = ["hydraflow.protocol.ragged", "through_host"]
-"""Modules that are imported once for all ranks, torch with them. Nothing more: what uses collectives is
-imported after `through_host.install`."""
+PRELOADED = ("through_host", "hydraflow.engine.fsdp.engine", "transformers.models.auto.modeling_auto")
+"""Modules that are imported once for all ranks; the first one before all that use collectives."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def rank_result(rank: int, layout: Layout, place: Place) -> dict[str, Any]:
     """Log-probabilities of the rank's rows, if it is the one of its group that returns them, the gradient
     norm, and weights after a step."""
     if place.shared:
-        through_host.install(place.device)
+        through_host.start(place.device)
     from hydraflow.engine import process_group
     from hydraflow.engine.config import (
         TRAIN_ENGINES,
@@ -153,15 +153,33 @@ def rank_result(rank: int, layout: Layout, place: Place) -> dict[str, Any]:
     return dict(scored=by_row, norm=norm, weights=weights)
 
 
+def preload(device: str, engines: Iterable[str]) -> None:
+    """Before the first process is started: all are forked from one that has imported PRELOADED. On the CPU
+    Megatron-Core, too; elsewhere what it imports may use the device, which a forked process could not."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    os.environ["OMP_NUM_THREADS"] = "1"  # a fork copies no threads
+    megatron = device == "cpu" and "megatron" in engines
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, *(["hydraflow.engine.megatron.engine"] if megatron else [])])
+
+
+def written_model(kind: str, folder: Path) -> str:
+    """Writes a model in a process that has imported what that takes; returns its path."""
+    sizes = SMALL | (EXPERTS if kind == "qwen3_moe" else {})
+    write = (sizes, folder, torch.float32, kind)
+    process = mp.get_context("forkserver").Process(target=write_model, args=write)
+    process.start()
+    process.join()
+    return str(folder)
+
+
 def answers(layout: Layout, model: str, device: str, *, shared: bool) -> list[dict[str, Any]]:
     """The result of each rank. RuntimeError with the ranks' errors, or if one exceeds LIMIT_S."""
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as listener:
         place = Place(Path(folder), model, device, listener.getsockname()[1], shared)
         listener.close()
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
         processes = [
-            context.Process(target=run_rank, args=(rank, layout, place), daemon=True)
+            mp.get_context("forkserver").Process(target=run_rank, args=(rank, layout, place), daemon=True)
             for rank in range(layout.ranks)
         ]
         for process in processes:
@@ -213,11 +231,11 @@ def main() -> int:
     if given.device != "cpu" and not devices:
         print(f"torch {torch.__version__} finds no {given.device} device here", file=sys.stderr)
         return 2
+    preload(given.device, [LAYOUTS[name].engine for name in names])
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.at_once) as pool:
         models, wanted = {}, {}
         for kind in sorted({LAYOUTS[name].kind for name in names}):
-            sizes = SMALL | (EXPERTS if kind == "qwen3_moe" else {})
-            models[kind] = write_model(sizes, Path(folder, kind), torch.float32, kind)
+            models[kind] = written_model(kind, Path(folder, kind))
             (wanted[kind],) = answers(Layout(1), models[kind], given.device, shared=False)
 
         def right(name: str) -> bool:

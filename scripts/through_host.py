@@ -1,15 +1,16 @@
 """Collectives between several ranks on one GPU, which NCCL refuses: through host memory, with gloo.
 
-In: torch.distributed. Out: its functions, patched to copy GPU tensors to the host, call gloo, and copy the
-result back. They are synchronous even with async_op. Slow, and only for `gpu_ranks.py`, which checks with it
-that the code around the collectives is right on a GPU.
+In: torch.distributed. Out: its functions, which after `start` copy GPU tensors to the host, call gloo, and
+copy the result back. They are synchronous even with async_op. Slow, and only for `gpu_ranks.py`, which checks
+with it that the code around the collectives is right on a GPU. Import it before modules that import the
+functions by name.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -39,14 +40,23 @@ class Done:
         return True
 
 
-def install(device_type: str) -> None:
-    """Patches torch.distributed in this process for tensors on devices of this type; call it before other
-    modules import the functions by name. With "cpu", tensors are copied, too, so that tests need no GPU."""
+_copied_type = ""
+"""The type of the devices whose tensors are copied; none before `start`."""
+
+
+def start(device_type: str) -> None:
+    """From now on, copies tensors on devices of this type in this process. With "cpu", too: tests need no
+    GPU."""
+    global _copied_type
+    _copied_type = device_type
+
+
+def _install() -> None:
     for name, (arrives, sent) in CALLS.items():
         if hasattr(dist, name):
-            _replace(name, _through_host(getattr(dist, name), arrives, sent, device_type))
-    _replace("batch_isend_irecv", _sends_through_host(dist.batch_isend_irecv, device_type))
-    _replace("_coalescing_manager", _one_by_one)
+            _replace(name, _through_host(getattr(dist, name), arrives, sent))
+    _replace("batch_isend_irecv", _sends_through_host(dist.batch_isend_irecv))
+    _replace("_coalescing_manager", _without_batches(distributed_c10d._coalescing_manager))
 
 
 def _replace(name: str, function: Callable[..., Any]) -> None:
@@ -54,9 +64,7 @@ def _replace(name: str, function: Callable[..., Any]) -> None:
         setattr(module, name, function)
 
 
-def _through_host(
-    function: Callable[..., Any], arrives: str, sent: str, device_type: str
-) -> Callable[..., Any]:
+def _through_host(function: Callable[..., Any], arrives: str, sent: str) -> Callable[..., Any]:
     signature = inspect.signature(function)
 
     def call(*given: Any, **named: Any) -> Any:
@@ -64,7 +72,7 @@ def _through_host(
         arguments = bound.arguments
         tensors = {name: arguments[name] for name in (arrives, sent) if arguments.get(name) is not None}
         if not any(
-            one.device.type == device_type for several in tensors.values() for one in _listed(several)
+            one.device.type == _copied_type for several in tensors.values() for one in _listed(several)
         ):
             return function(*bound.args, **bound.kwargs)
         arguments.update({name: _copied(several) for name, several in tensors.items()})
@@ -78,9 +86,9 @@ def _through_host(
     return call
 
 
-def _sends_through_host(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+def _sends_through_host(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(operations: Sequence[dist.P2POp]) -> Sequence[Any]:
-        if not any(one.tensor.device.type == device_type for one in operations):
+        if not any(one.tensor.device.type == _copied_type for one in operations):
             return function(operations)
         hosts = [_copied(one.tensor) for one in operations]
         works: list[Any] = [
@@ -98,10 +106,13 @@ def _sends_through_host(function: Callable[..., Any], device_type: str) -> Calla
     return call
 
 
-@contextmanager
-def _one_by_one(*unused: object, **named: object) -> Iterator[Done]:
+def _without_batches(function: Callable[..., Any]) -> Callable[..., Any]:
     """In place of a manager that batches collectives and starts them on exit."""
-    yield Done()
+
+    def manager(*given: Any, **named: Any) -> Any:
+        return nullcontext(Done()) if _copied_type else function(*given, **named)
+
+    return manager
 
 
 def _listed(several: Any) -> Sequence[torch.Tensor]:
@@ -111,3 +122,6 @@ def _listed(several: Any) -> Sequence[torch.Tensor]:
 def _copied(several: Any) -> Any:
     copies = [one.detach().to("cpu", copy=True) for one in _listed(several)]
     return copies[0] if isinstance(several, torch.Tensor) else copies
+
+
+_install()
