@@ -6,6 +6,7 @@ reference's log-probabilities, and the metrics on held-out pairs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from hydraflow import metrics as reductions
@@ -15,6 +16,7 @@ from hydraflow.engine.config import SUPERVISED
 from hydraflow.protocol.batch import DataProto
 from hydraflow.schema import DPOConfig, RMConfig
 from hydraflow.trainer.sft import SFTTrainer
+from hydraflow.workers.engine_worker import EngineWorker
 from hydraflow.workers.pairs import PairSpec, PairWorker
 from hydraflow.workers.reference import ReferenceSpec, ReferenceWorker
 from hydraflow.workers.skipping import SkipLimits
@@ -32,6 +34,13 @@ class PairTrainer(SFTTrainer):
             ref = ReferenceSpec(SUPERVISED, config.model, config.fsdp_config, micro, 1.0, field="model")
             roles["ref"] = RoleSpec(ReferenceWorker, (ref,))
         return roles
+
+    def step(self, step: int, interrupt: Callable[[], None]) -> dict[str, float]:
+        metrics = super().step(step, interrupt)
+        if "ref" in self.group.roles:
+            passed = self.group.role("ref").call(EngineWorker.utilization_metrics)
+            metrics |= reductions.values(passed.get())
+        return metrics
 
     @property
     def objective(self) -> Objective:

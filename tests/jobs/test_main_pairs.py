@@ -91,6 +91,8 @@ def test_dpo_is_that_of_both_models_row_by_row(kind: str, keys: list[str], tiny:
     at_start = math.log(2) if kind == "sigmoid" else (1 / (2 * BETA)) ** 2
     assert steps[0]["train/loss"] == pytest.approx(at_start, rel=1e-6)
     assert steps[-1]["train/loss"] < steps[0]["train/loss"]
+    trained = [step for step in steps if "train/loss" in step]
+    assert all(0 < step["perf/mfu/ref_infer"] < 1 and step["perf/mfu/train"] > 0 for step in trained)
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "final_model")
     ref, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
     gaps = []
