@@ -1,5 +1,5 @@
 """Every estimator and every loss really learns the default recipe: held-out accuracy rises by eight points
-within twelve steps. All but `reinforce` need three: these runs show the first rise only.
+within twelve steps. All but `remax` need two: these runs show the first rise only.
 
 In one process; with the recipe's own choices, grpo and vanilla, on two tensor-parallel ranks of
 Megatron-Core, and with a critic on two of its pipeline stages. At an eighth of the recipe's learning rate,
@@ -10,12 +10,15 @@ of docs/advantages.md and docs/policy_losses.md (`scripts/bench/learn.py`)."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 from jobs.command import LOCAL
-from jobs.learning import ACTOR, ENOUGH, few_steps, gain, stop_once_learnt
+from jobs.learning import ACTOR, ENOUGH, Learnt, few_steps, gain, stop_once_learnt
 
 from hydraflow.algorithms.config import ESTIMATORS, POLICY_LOSSES
 from hydraflow.compose.loading import load
@@ -72,7 +75,8 @@ def test_it_learns(
     given: list[str], tmp_path: Path, recipe_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop_once_learnt(monkeypatch)
-    PPOJob(load("ppo", PPOConfig, [*given, *few_steps(tmp_path, recipe_cache)])).run()
+    with suppress(Learnt):
+        PPOJob(load("ppo", PPOConfig, [*given, *few_steps(tmp_path, recipe_cache)])).run()
     assert gain(tmp_path) > ENOUGH
 
 
@@ -81,6 +85,7 @@ def test_it_learns(
 def test_ranks_of_megatron_learn(
     given: list[str], tmp_path: Path, recipe_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stop_once_learnt(monkeypatch)
+    """Ended by SIGTERM, they save what they have learnt."""
+    stop_once_learnt(monkeypatch, partial(signal.raise_signal, signal.SIGTERM))
     PPOJob(load("ppo", PPOConfig, [*given, *few_steps(tmp_path, recipe_cache)])).run()
     assert gain(tmp_path) > ENOUGH
