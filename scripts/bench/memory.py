@@ -45,11 +45,15 @@ TINY = dict(
     num_key_value_heads=2,
 )
 PRELOADED = [
+    "__main__",  # this program
     "hydraflow.workers.actor",
     "hydraflow.workers.rollout",
     "hydraflow.engine.megatron.engine",
     "transformers.models.qwen3.modeling_qwen3",
 ]
+if __name__ == "__mp_main__":
+    gc.disable()  # in the process that imports the libraries, from which all others are forked
+
 _M_MMAP_THRESHOLD = -3
 """A parameter of glibc's mallopt: blocks of this size and more go back to the system when freed."""
 
@@ -80,13 +84,13 @@ STORED = Case(
         "actor_rollout_ref.actor.fsdp_config.head_chunk_tokens": 128,
     },
 )  # fmt: skip
-# 15 M parameters, tied embeddings, each layer an FSDP unit; three micro-batches, so gradients are accumulated
+# 15 M parameters, tied embeddings, each layer an FSDP unit; two micro-batches, so gradients are accumulated
 # unsharded
 TIED = Case(
     "qwen3",
     dict(vocab_size=4096, hidden_size=512, intermediate_size=1536, num_hidden_layers=4)
     | dict(num_attention_heads=8, num_key_value_heads=4, head_dim=64, tie_word_embeddings=True),
-    prompt=88, response=8, rows=6, micro=2,
+    prompt=88, response=8, rows=4, micro=2,
     settings={"actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params": 0},
 )  # fmt: skip
 MEGATRON = {
@@ -283,6 +287,8 @@ def rank_main(
 
     from hydraflow.engine import process_group
 
+    gc.freeze()  # what was imported is never garbage, and looking for it takes longer than the phases
+    gc.enable()
     torch.set_num_threads(1)
     if not keep_freed:
         ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, 256 * 1024)

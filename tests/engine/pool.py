@@ -45,6 +45,7 @@ def serve(
 ) -> None:
     """A rank: runs what it receives until it receives nothing. listener: rank 0's, bound to the port."""
     gc.freeze()  # a rank that looked for garbage in what was imported would copy it
+    gc.set_threshold(20_000, 20, 20)  # what a job leaves is small
     gc.enable()
     torch.set_num_threads(1)
     process_group.start(
