@@ -235,8 +235,12 @@ class _OpenBucket:
         """Adds an entry. weight: the flattened full tensor."""
         self.entries.append(entry)
         piece = weight[entry.start : entry.end].to(entry.dtype)
-        if entry.start > 0 and piece.data_ptr() == weight[entry.start :].data_ptr():
-            piece = piece.clone()  # a view would keep the whole weight until the bucket is closed
+        if (
+            entry.start > 0
+            and entry.end == len(weight)
+            and piece.data_ptr() == weight[entry.start :].data_ptr()
+        ):
+            piece = piece.clone()  # a view would keep the whole weight while the next one is gathered
         self.numbers.append(piece)
         self.nbytes += entry.nbytes
 

@@ -161,3 +161,13 @@ def test_the_rest_of_a_divided_weight_does_not_keep_all_of_it() -> None:
         for one in numbers:
             assert one.untyped_storage().nbytes() <= 600 or one.storage_offset() == 0
     assert [one.untyped_storage().nbytes() for one in numbers] == [400, 40]
+
+
+def test_only_the_rest_of_a_divided_weight_is_copied() -> None:
+    """Copies would fragment the sender's heap: it grew with every transfer until it was a model larger."""
+    weights = {"large": torch.zeros(400), "next": torch.zeros(10)}
+    options = BucketOptions(1, 600, torch.float32, checked=False)
+    sent = [one for _, numbers in into_buckets(weights.items(), options) for one in numbers]
+    sources = {weight.untyped_storage().data_ptr() for weight in weights.values()}
+    assert [len(one) for one in sent] == [150, 150, 100, 10]
+    assert [one.untyped_storage().data_ptr() in sources for one in sent] == [True, True, False, True]
