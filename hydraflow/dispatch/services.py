@@ -19,7 +19,10 @@ from ray._private import ray_constants, services, utils
 from ray._private.node import Node
 
 from hydraflow.dispatch import agent
+from hydraflow.system.importing import importing
 
+OTHER_COMMANDS = ("ray.dashboard.modules.job.cli", "ray.serve.scripts", "ray.util.state.state_cli")
+"""Modules with commands of Ray's other than `ray start`."""
 START_SECONDS = 180.0
 """Time limit for a new raylet to register. Ray's own 30 seconds are too short on a busy machine."""
 
@@ -89,7 +92,10 @@ def _raylets() -> set[psutil.Process]:
 
 
 if __name__ == "__main__":
-    from ray.scripts.scripts import main
+    with importing():
+        # Ray leaves out commands that it cannot import; their libraries take half a second
+        sys.modules.update(dict.fromkeys(OTHER_COMMANDS))  # type: ignore[arg-type]
+        from ray.scripts.scripts import main
 
     with without_services(log_monitor=True):
         main()

@@ -170,4 +170,4 @@ class Cluster:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"waited {seconds} s for {what}:\n{said()}"
-            time.sleep(0.5)  # a question costs 20 ms of a core
+            time.sleep(1)  # a question costs 20 ms of a core, and most waits take a minute
