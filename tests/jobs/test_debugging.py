@@ -4,9 +4,6 @@ bit."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -158,17 +155,18 @@ def test_dumps_that_do_not_suffice_are_refused_before_anything_starts(
     assert_refused(done, "has no trajectories of step 4 and 1 more", "trainer.total_training_steps=3")
 
 
-def debugged(home: Path, typed: str, *overrides: str) -> subprocess.CompletedProcess[str]:
-    """A run at whose debugger a user types."""
-    command = [sys.executable, "-m", "hydraflow.main_ppo", *SMALL_RECIPE, *overrides]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environ.pop("PYTHONBREAKPOINT", None)  # Ray in the process of the tests has set it
-    return subprocess.run(
-        command, cwd=home, input=typed, capture_output=True, text=True, timeout=240, check=False, env=environ
-    )
+TYPED = """
+import os, runpy
+os.dup2(os.open("typed", os.O_RDONLY), 0)
+runpy.run_module("hydraflow.main_ppo", run_name="__main__")
+"""
+"""The command, at whose debugger a user types what is in a file."""
 
 
-def test_a_breakpoint_in_a_reward_function_opens_pdb(home: Path, recipe_cache: Path) -> None:
+def test_a_breakpoint_in_a_reward_function_opens_pdb(
+    home: Path, recipe_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)  # Ray in the process of the tests has set it
     stops = "    if not seen:\n        seen.append(1)\n        breakpoint()\n    return 0.0\n"
     (home / "stops.py").write_text(
         f"seen = []\n\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n{stops}"
@@ -180,7 +178,9 @@ def test_a_breakpoint_in_a_reward_function_opens_pdb(home: Path, recipe_cache: P
         "trainer.val_before_train=false",
     ]
     given += ["reward.custom_reward_function.path=stops.py", "trainer.default_local_dir=stops"]
-    done = debugged(home, "p 'source is ' + data_source\nup\nc\n", *given)
+    (home / "typed.py").write_text(TYPED)
+    (home / "typed").write_text("p 'source is ' + data_source\nup\nc\n")
+    done = python("typed.py", *SMALL_RECIPE, *given, cwd=home)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "(Pdb) 'source is arithmetic'" in done.stdout
     assert json.loads((home / "stops" / "summary.json").read_text())["steps"] == 1

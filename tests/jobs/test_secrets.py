@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import stat
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -51,8 +52,8 @@ def given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sft_keys: list[str]) 
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
 def test_secrets_of_a_run_are_in_its_configuration_alone(tmp_path: Path, given: list[str]) -> None:
-    pytest.importorskip("wandb", reason="wandb is not installed")
     done = completed("main_sft", *given, "trainer.default_local_dir=run", cwd=tmp_path)
     run = tmp_path / "run"
     assert not [word for word in (TYPED, IN_ADDRESS, EXPORTED) if word in done.stdout + done.stderr]
