@@ -255,7 +255,9 @@ def count_reductions(
             patch.object(oom_recovery, "exchange", wraps=oom_recovery.exchange) as exchange,
         ):
             engine.forward_backward(share.split(len(share) // n), loss_of)
-        reduced = sum(event.count for event in profile.key_averages() if event.key.startswith(REDUCED))
+        # a profile's own tables of them take a second
+        events = profile.profiler.kineto_results.events()
+        reduced = sum(event.name().startswith(REDUCED) for event in events)
         found.append({SCATTERED: exchange.call_count, REDUCED: reduced})
     return found
 
@@ -393,21 +395,21 @@ def read_checkpoint(
     steps: int = 2,
     contents: Sequence[str] = CONTENTS,
     trained: int = 0,
-    continues: bool = True,
+    more: int = 2,
     make: Callable[..., Any] = make_engine,
     look: Callable[[Any], dict[str, Any]] = everything,
 ) -> dict[str, Any]:
-    """What an engine holds after reading, and after two more steps if it goes on. trained: steps before it
+    """What an engine holds after reading, and after more steps if it goes on. trained: steps before it
     reads."""
     engine = make(path, options)
     for step in range(trained):
         step_once(engine, 50 + step)
     engine.load(directory, contents)
-    return look(engine) | ({"next": go_on(engine, steps)} if continues else {})
+    return look(engine) | ({"next": go_on(engine, steps, more)} if more else {})
 
 
-def go_on(engine: Any, steps: int) -> dict[str, torch.Tensor]:
-    for step in (steps, steps + 1):
+def go_on(engine: Any, steps: int, more: int = 2) -> dict[str, torch.Tensor]:
+    for step in range(steps, steps + more):
         step_once(engine, step)
     return full_weights(engine)
 

@@ -4,6 +4,8 @@ the writing does not show."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,24 @@ from hydraflow.errors import ConfigError
 
 OPTIONS = {"optim": {"lr_warmup_steps": 1, "lr_scheduler_type": "linear"}, "total_steps": 9}
 SIZES = (1, 2, 4)
+read_and_step = partial(jobs.read_checkpoint, more=1)
+"""Where what comes after is not compared."""
+Written = tuple[list[dict[str, Any]], Path]
+
+
+@pytest.fixture(scope="module")
+def plain(
+    pools: dict[int, Ranks], tiny: str, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], Written]:
+    """What so many ranks found when they wrote a checkpoint with `OPTIONS`, and its folder, which no test
+    changes."""
+
+    @cache
+    def written_by(size: int) -> Written:
+        folder = tmp_path_factory.mktemp("plain")
+        return pools[size].run(jobs.write_checkpoint, tiny, OPTIONS, str(folder)), folder
+
+    return written_by
 
 
 def assert_holds(got: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -30,14 +50,15 @@ def assert_holds(got: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("written_by", SIZES)
 def test_any_number_of_ranks_reads_it_bit_by_bit(
-    pools: dict[int, Ranks], tiny: str, tmp_path: Path, written_by: int
+    pools: dict[int, Ranks], tiny: str, plain: Callable[[int], Written], written_by: int
 ) -> None:
-    written = pools[written_by].run(jobs.write_checkpoint, tiny, OPTIONS, str(tmp_path))
+    written, folder = plain(written_by)
     assert len(written[0]["moments"]) == 3 * len(
         [name for name in written[0]["weights"] if "inv_freq" not in name]
     )
     for size in SIZES:
-        for read in pools[size].run(jobs.read_checkpoint, tiny, OPTIONS, str(tmp_path)):
+        job = jobs.read_checkpoint if size == written_by else read_and_step
+        for read in pools[size].run(job, tiny, OPTIONS, str(folder)):
             assert_holds(read, written[0])
             if size == written_by:
                 assert_same(read["next"], written[0]["next"])
@@ -56,7 +77,7 @@ OTHER_LAYOUTS = {
 
 @pytest.mark.parametrize("layout", OTHER_LAYOUTS)
 def test_another_sharding_reads_and_writes_it(
-    pools: dict[int, Ranks], tiny: str, tmp_path: Path, layout: str
+    pools: dict[int, Ranks], tiny: str, plain: Callable[[int], Written], tmp_path: Path, layout: str
 ) -> None:
     from hydraflow.engine.config import WrapPolicyConfig
 
@@ -64,12 +85,9 @@ def test_another_sharding_reads_and_writes_it(
     if "wrap_policy" in fsdp:
         fsdp["wrap_policy"] = WrapPolicyConfig(**fsdp["wrap_policy"])
     other = {**OPTIONS, "fsdp": fsdp}
-    for writer, reader, folder in ((OPTIONS, other, "a"), (other, OPTIONS, "b")):
-        written = pools[2].run(jobs.write_checkpoint, tiny, writer, str(tmp_path / folder))[0]
-        assert_holds(
-            pools[2].run(jobs.read_checkpoint, tiny, reader, str(tmp_path / folder))[0],
-            written,
-        )
+    by_other = pools[2].run(jobs.write_checkpoint, tiny, other, str(tmp_path))
+    for (written, folder), reader in ((plain(2), other), ((by_other, tmp_path), OPTIONS)):
+        assert_holds(pools[2].run(read_and_step, tiny, reader, str(folder))[0], written[0])
 
 
 @pytest.mark.parametrize(
@@ -78,27 +96,33 @@ def test_another_sharding_reads_and_writes_it(
     ids=["four copies", "two copies", "two copies, lora"],
 )
 def test_copies_of_a_model_are_stored_once_and_read_by_any_number_of_ranks(
-    pools: dict[int, Ranks], tiny: str, tmp_path: Path, size: int, variant: dict[str, Any]
+    pools: dict[int, Ranks],
+    tiny: str,
+    plain: Callable[[int], Written],
+    tmp_path: Path,
+    size: int,
+    variant: dict[str, Any],
 ) -> None:
-    plain, hybrid = {**OPTIONS, **variant}, {**OPTIONS, **variant, "fsdp": {"fsdp_size": size}}
-    written = {
-        folder: pools[4].run(jobs.write_checkpoint, tiny, options, str(tmp_path / folder))[0]
-        for folder, options in (("plain", plain), ("hybrid", hybrid))
-    }
-    sizes = {
-        folder: sum(path.stat().st_size for path in (tmp_path / folder / "dcp").glob("*.distcp"))
-        for folder in written
-    }
-    assert sizes["hybrid"] <= sizes["plain"], "the same numbers, in fewer pieces"
-    for folder, ranks, reader in (
-        ("hybrid", 4, hybrid),
-        ("hybrid", 4, plain),
-        ("hybrid", 2, plain),
-        ("plain", 4, hybrid),
+    usual, hybrid = {**OPTIONS, **variant}, {**OPTIONS, **variant, "fsdp": {"fsdp_size": size}}
+
+    def write(options: dict[str, Any], folder: Path) -> Written:
+        return pools[4].run(jobs.write_checkpoint, tiny, options, str(folder)), folder
+
+    by_hybrid = write(hybrid, tmp_path / "hybrid")
+    by_usual = write(usual, tmp_path / "usual") if variant else plain(4)
+    fewer, more = (
+        sum(path.stat().st_size for path in (folder / "dcp").glob("*.distcp"))
+        for _, folder in (by_hybrid, by_usual)
+    )
+    assert fewer <= more, "the same numbers, in fewer pieces"
+    for (written, folder), ranks, reader in (
+        (by_hybrid, 4, hybrid),
+        (by_hybrid, 4, usual),
+        (by_hybrid, 2, usual),
+        (by_usual, 4, hybrid),
     ):
-        read = pools[ranks].run(jobs.read_checkpoint, tiny, reader, str(tmp_path / folder))
-        for one in read:
-            assert_holds(one, written[folder])
+        for one in pools[ranks].run(read_and_step, tiny, reader, str(folder)):
+            assert_holds(one, written[0])
 
 
 def test_a_run_with_copies_resumes_bit_by_bit(pools: dict[int, Ranks], tiny: str, tmp_path: Path) -> None:
@@ -118,15 +142,15 @@ def test_adapters_and_value_models_move_to_another_number_of_ranks(
 ) -> None:
     options = {**OPTIONS, **variant}
     written = pools[2].run(jobs.write_checkpoint, tiny, options, str(tmp_path))[0]
-    assert_holds(pools[4].run(jobs.read_checkpoint, tiny, options, str(tmp_path))[0], written)
+    assert_holds(pools[4].run(read_and_step, tiny, options, str(tmp_path))[0], written)
     facts = json.loads((tmp_path / "checkpoint.json").read_text())
     assert facts["head"] == options.get("head", "policy") and facts["world_size"] == 2
     assert facts["lora_rank"] == (2 if "model" in variant else 0)
 
 
-def test_what_the_ranks_write_adds_up(pools: dict[int, Ranks], tiny: str, tmp_path: Path) -> None:
-    written = pools[2].run(jobs.write_checkpoint, tiny, OPTIONS, str(tmp_path))
-    files = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+def test_what_the_ranks_write_adds_up(plain: Callable[[int], Written]) -> None:
+    written, folder = plain(2)
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     assert sorted(written[0]["files"] + written[1]["files"]) == files
     assert {
         "checkpoint.json",
@@ -137,14 +161,16 @@ def test_what_the_ranks_write_adds_up(pools: dict[int, Ranks], tiny: str, tmp_pa
     assert written[1]["files"] == ["dcp/__1_0.distcp"]
     numbers = sum(tensor.numel() for name, tensor in written[0]["weights"].items())
     assert sum(part["bytes"] for part in written) == 3 * 4 * numbers, "weights and two moments in four bytes"
-    on_disk = sum(path.stat().st_size for path in (tmp_path / "dcp").iterdir())
+    on_disk = sum(path.stat().st_size for path in (folder / "dcp").iterdir())
     assert on_disk >= 3 * 4 * numbers
 
 
-def test_parts_can_be_read_by_themselves(pools: dict[int, Ranks], tiny: str, tmp_path: Path) -> None:
-    written = pools[1].run(jobs.write_checkpoint, tiny, OPTIONS, str(tmp_path))[0]
-    read = pools[1].run(jobs.read_checkpoint, tiny, OPTIONS, str(tmp_path), 2, ["model"])[0]
-    assert_same(read["weights"], written["weights"])
+def test_parts_can_be_read_by_themselves(
+    pools: dict[int, Ranks], tiny: str, plain: Callable[[int], Written]
+) -> None:
+    written, folder = plain(1)
+    read = pools[1].run(read_and_step, tiny, OPTIONS, str(folder), 2, ["model"])[0]
+    assert_same(read["weights"], written[0]["weights"])
     assert read["moments"] == {} and read["lr"] == 0.0, "the schedule starts from scratch"
 
 

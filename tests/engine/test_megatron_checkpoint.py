@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import re
-from functools import partial
+import shutil
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,22 @@ def run(
 
 
 write, load = partial(run, jobs.write_checkpoint), partial(run, jobs.read_checkpoint)
+Written = tuple[list[dict[str, Any]], Path]
+
+
+@pytest.fixture(scope="module")
+def usual(
+    pools: dict[int, Ranks], models: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Written]:
+    """What a layout's ranks found when they wrote a checkpoint of qwen2, and its folder, which no test
+    changes."""
+
+    @cache
+    def written_by(layout: str) -> Written:
+        folder = tmp_path_factory.mktemp("usual")
+        return write(pools, models / "qwen2", layout, folder), folder
+
+    return written_by
 
 
 def steps_of(found: dict[str, Any]) -> set[float]:
@@ -77,12 +95,12 @@ def assert_holds(got: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> Non
 
 @pytest.mark.parametrize("layout", CORE)
 def test_the_same_layout_goes_on_bit_by_bit(
-    pools: dict[int, Ranks], models: Path, tmp_path: Path, layout: str
+    pools: dict[int, Ranks], models: Path, usual: Callable[[str], Written], layout: str
 ) -> None:
     """Two more steps; also in an engine that has trained something else before."""
-    written = write(pools, models / "qwen2", layout, tmp_path)
+    written, folder = usual(layout)
     for trained in (0, 1):
-        found = load(pools, models / "qwen2", layout, tmp_path, trained=trained)
+        found = load(pools, models / "qwen2", layout, folder, trained=trained)
         assert_holds(found, written)
         for rank in found:
             assert_same(rank["next"], written[0]["next"])
@@ -114,11 +132,11 @@ READERS = {"tp 2 pp 2": list(LAYOUTS), "data 2": FEW, "fsdp 2": [*FEW, "tp 2, da
 
 @pytest.mark.parametrize("written_by", READERS)
 def test_other_layouts_read_it(
-    pools: dict[int, Ranks], models: Path, tmp_path: Path, written_by: str
+    pools: dict[int, Ranks], models: Path, usual: Callable[[str], Written], written_by: str
 ) -> None:
-    written = write(pools, models / "qwen2", written_by, tmp_path)
+    written, folder = usual(written_by)
     for layout in READERS[written_by]:
-        found = load(pools, models / "qwen2", layout, tmp_path)
+        found = load(pools, models / "qwen2", layout, folder)
         assert_holds(found, written)
         for name, value in written[0]["next"].items():
             torch.testing.assert_close(found[0]["next"][name], value, rtol=0, atol=1e-5)
@@ -145,7 +163,7 @@ def test_bf16_is_read_in_float32(pools: dict[int, Ranks], models: Path, tmp_path
     written = write(pools, models / "qwen2", "tp 2", tmp_path, core)
     weights = jobs.assembled([rank["state"]["weight"] for rank in written])
     for layout in ("fsdp 2", "pp 2"):
-        found = load(pools, models / "qwen2", layout, tmp_path, continues=False)
+        found = load(pools, models / "qwen2", layout, tmp_path, more=0)
         assert_same(found[0]["weights"], weights)
 
 
@@ -154,16 +172,20 @@ def test_bf16_is_read_in_float32(pools: dict[int, Ranks], models: Path, tmp_path
 
 @pytest.mark.parametrize("layout", ["tp 2", "data 2", "fsdp 2"])
 def test_parts_can_be_read_by_themselves(
-    pools: dict[int, Ranks], models: Path, tmp_path: Path, layout: str
+    pools: dict[int, Ranks],
+    models: Path,
+    usual: Callable[[str], Written],
+    tmp_path: Path,
+    layout: str,
 ) -> None:
     """The same for both engines."""
     path = models / "qwen2"
-    written = write(pools, path, layout, tmp_path)
-    fresh = write(pools, path, layout, tmp_path / "fresh", steps=0)
-    weights = load(pools, path, layout, tmp_path, contents=["model"], continues=False)
+    written, folder = usual(layout)
+    fresh = write(pools, path, layout, tmp_path, steps=0)
+    weights = load(pools, path, layout, folder, contents=["model"], more=0)
     assert_same(weights[0]["weights"], written[0]["weights"])
     assert state_of(weights) == {} and weights[0]["lr"] == 0.0
-    moments = load(pools, path, layout, tmp_path, contents=["optimizer"], continues=False)
+    moments = load(pools, path, layout, folder, contents=["optimizer"], more=0)
     assert_same(state_of(moments), state_of(written))
     assert_same(moments[0]["weights"], fresh[0]["weights"])
     assert steps_of(moments[0]) == {2.0} and moments[0]["lr"] == 0.0
@@ -175,10 +197,10 @@ def test_parts_can_be_written_by_themselves(
 ) -> None:
     path = models / "qwen2"
     written = write(pools, path, layout, tmp_path / "model", contents=["model"])
-    found = load(pools, path, "pp 2", tmp_path / "model", contents=["model"], continues=False)
+    found = load(pools, path, "pp 2", tmp_path / "model", contents=["model"], more=0)
     assert_same(found[0]["weights"], written[0]["weights"])
     write(pools, path, layout, tmp_path / "optimizer", contents=["optimizer"])
-    found = load(pools, path, "pp 2", tmp_path / "optimizer", contents=["optimizer"], continues=False)
+    found = load(pools, path, "pp 2", tmp_path / "optimizer", contents=["optimizer"], more=0)
     assert_same(state_of(found), state_of(written))
 
 
@@ -246,11 +268,11 @@ DAMAGE = [_cut_short, _lose_a_shard, _lose_the_index, _hostile_index, _hostile_s
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__.strip("_"))
 def test_a_damaged_checkpoint_is_refused_in_the_same_words(
-    pools: dict[int, Ranks], models: Path, tmp_path: Path, damage: Any
+    pools: dict[int, Ranks], models: Path, usual: Callable[[str], Written], tmp_path: Path, damage: Any
 ) -> None:
     """As by the FSDP engine, on every rank; which rank reads the shard may differ."""
     path = str(models / "qwen2")
-    write(pools, models / "qwen2", "tp 2", tmp_path)
+    shutil.copytree(usual("tp 2")[1], tmp_path, dirs_exist_ok=True)
     damage(tmp_path)
     reported = {
         layout: pools[2].run(jobs.load_refusal, path, options_of(layout), str(tmp_path))
@@ -265,11 +287,11 @@ def test_a_damaged_checkpoint_is_refused_in_the_same_words(
 
 @pytest.mark.parametrize("layout", ["tp 2", "pp 2"])
 def test_another_models_checkpoint_is_refused(
-    pools: dict[int, Ranks], models: Path, tmp_path: Path, layout: str
+    pools: dict[int, Ranks], models: Path, usual: Callable[[str], Written], layout: str
 ) -> None:
     """On every rank, also where only one of them lacks a tensor."""
-    write(pools, models / "qwen2", "tp 2", tmp_path)
+    _, folder = usual("tp 2")
     for options in ({"head": "value"}, {}):
         path = str(models / ("qwen2" if options else "qwen3"))
-        for reported in pools[2].run(jobs.load_refusal, path, options_of(layout, **options), str(tmp_path)):
+        for reported in pools[2].run(jobs.load_refusal, path, options_of(layout, **options), str(folder)):
             assert reported.startswith("ConfigError") and "it belongs to another model" in reported
