@@ -11,6 +11,7 @@ import psutil
 import ray
 from dispatch.probes import Described
 
+from hydraflow.dispatch import template
 from hydraflow.dispatch.config import RayInitConfig, RuntimeEnvConfig
 from hydraflow.dispatch.group import Timeouts
 from hydraflow.dispatch.placement import ResourcePool
@@ -19,7 +20,9 @@ from hydraflow.dispatch.worker import RoleSpec
 
 
 def main(variables: dict[str, str]) -> None:
-    """`variables`: ray_init.runtime_env.env_vars."""
+    """`variables`: ray_init.runtime_env.env_vars. A library may read them, so the worker imports everything
+    itself, and the template need not."""
+    template.LIBRARIES = ()
     with Runtime(
         RayInitConfig(runtime_env=RuntimeEnvConfig(dict(variables))), Timeouts(start=120, call=60)
     ) as runtime:

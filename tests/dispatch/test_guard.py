@@ -3,10 +3,7 @@ behind."""
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -77,9 +74,7 @@ def test_the_guard_is_asked_while_its_thread_finds_a_process() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name, words", [("gcs_server", "control service"), ("raylet", "node process")])
 def test_a_process_that_ray_needs_is_killed_while_it_starts(tmp_path: Path, name: str, words: str) -> None:
-    environ = {**os.environ, **programs.FINDABLE, MARK: str(tmp_path)}
-    with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen([sys.executable, "-c", PROGRAM, "60"], env=environ, stdout=log, stderr=log)
+    process, _ = programs.start(tmp_path, f"{programs.FORKS_WORKERS}{PROGRAM}", 60, **{MARK: str(tmp_path)})
     deadline = time.monotonic() + 120
     while not (found := named(tmp_path, name)):
         assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
