@@ -41,19 +41,32 @@ IMPORTED = (
     "vllm.v1.engine.llm_engine",
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.model_executor.layers.fused_moe.experts.cpu_moe",
+    "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.model_loader",
+    "vllm.renderers.hf",
     "hydraflow.generation.vllm_worker",
     "transformers.models.auto.modeling_auto",
 )
 
 
 def import_vllm() -> None:
-    """Imports what an engine on a CPU needs."""
+    """Imports what an engine on a CPU needs, and does what vLLM does once in a process."""
     from hydraflow.generation import vllm
 
     vllm.set_environment(compiles=False)
     for name in IMPORTED:
         importlib.import_module(name)
+    from vllm import EngineArgs
+    from vllm.logger import configure_logging_if_needed
+    from vllm.platforms import current_platform
+
+    configure_logging_if_needed(EngineArgs().create_logging_config())
+    # replaces kernels in all modules, and looking at these takes half of an engine's start
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
 
 
 def fork_engines(requests: Connection) -> None:
@@ -61,6 +74,7 @@ def fork_engines(requests: Connection) -> None:
     gc.disable()
     import_vllm()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
     gc.enable()
     assert len(os.listdir("/proc/self/task")) == 1, "a fork copies no other thread"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for an engine that has ended
