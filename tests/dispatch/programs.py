@@ -27,7 +27,7 @@ def run(folder: Path, text: str, *words: object, **environment: str) -> subproce
     It and its workers find the modules of the tests."""
     (folder / "program.py").write_text(FINDS_TESTS + textwrap.dedent(text))
     environ = without_ray()
-    server = forked.server(environ)
+    server = forked.server(environ | environment)
     words = (folder / "program.py", *words)
     environ |= FINDABLE | environment
     return command.run(server, *map(str, words), cwd=folder, environ=environ, timeout=200)

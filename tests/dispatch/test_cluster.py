@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from dispatch import programs
 from jobs.command import processes_with
 
 from hydraflow.slurm.ports import hold
 
-ROOT = Path(__file__).parents[2]
 LOOK = """
 import sys, time
 from hydraflow.dispatch import cluster
@@ -56,19 +56,8 @@ class Head:
 
     def tell(self, *words: str, mode: str = "token", token: Path | None = None) -> tuple[str, float]:
         """What a process with this authentication sees, and how long it looked."""
-        environ = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "RAY_AUTH_MODE": mode,
-            "RAY_AUTH_TOKEN_PATH": str(token or self.token),
-        }
-        done = subprocess.run(
-            [sys.executable, "-c", LOOK, self.address, *words],
-            env=environ,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        variables = {"RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN_PATH": str(token or self.token)}
+        done = programs.run(self.token.parent, LOOK, self.address, *words, **variables)
         said, _, seconds = done.stdout.partition("SECONDS ")
         assert seconds, done.stderr[-3000:]
         return said, float(seconds)
