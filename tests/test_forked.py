@@ -107,16 +107,15 @@ def test_a_changed_environment_gets_a_server_of_its_own(home: Path, monkeypatch:
 
 @pytest.mark.slow
 def test_a_command_uses_the_token_that_a_ray_of_the_tests_has_switched_on(
-    home: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray reads its mode when its library is loaded, which is before the fork."""
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    (home / "mode.py").write_text("from ray._raylet import get_authentication_mode as mode\nprint(mode())\n")
-    server = forked.Server(dict(os.environ))
-    try:
-        environ = {**os.environ, "RAY_AUTH_MODE": "token"}
-        done = server.run("-m", "mode", cwd=home, environ=environ, timeout=60)
-    finally:
-        server.stop()
+    (tmp_path / "mode.py").write_text(
+        "from ray._raylet import get_authentication_mode as mode\nprint(mode())\n"
+    )
+    server = forked.needed_server(dict(os.environ))
+    environ = {**os.environ, "RAY_AUTH_MODE": "token"}
+    done = server.run("-m", "mode", cwd=tmp_path, environ=environ, timeout=60)
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
     assert forked.server({**os.environ, "RAY_AUTH_MODE": "disabled"}) is None
