@@ -30,24 +30,35 @@ AUTO_MAP = {
     "AutoConfig": "configuration_own.OwnConfig",
     "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
 }
-HEAD = """
-import sys
+FORKS = """
+import os, sys, traceback
 from pathlib import Path
 import torch
+from transformers import Qwen3ForCausalLM
+from hydraflow.engine.hf_files import hf_files_of, write_hugging_face
 from hydraflow.errors import ConfigError
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.loading import causal_class, empty_model, load_config, unfilled_model
-model = ModelConfig(path=sys.argv[1], trust_remote_code=True)
-config = load_config(model)
+for folder in map(Path, sys.argv[1:]):
+    if os.fork():
+        os.wait()
+        continue
+    with open(folder / "printed", "w") as sys.stdout:
+        try:
+            model = ModelConfig(path=str(folder / folder.name), trust_remote_code=True)
+            config = load_config(model)
+            exec((folder / "program.py").read_text())
+        except Exception:
+            traceback.print_exc(file=sys.stdout)
+    os._exit(0)  # to tidy up what was imported takes a second
 """
 BUILDS = """
 print(type(unfilled_model(config, device="meta", dtype=torch.float32, trust=True)).__name__)
 """
 WRITES = """
-from hydraflow.engine.hf_files import hf_files_of, write_hugging_face
 value = empty_model(config, model, head="value", dtype=torch.float32, attention="sdpa", chunk_tokens=64)
-write_hugging_face(hf_files_of(value, model, weights=False), None, Path(sys.argv[2]), field="model")
-written = ModelConfig(path=sys.argv[2], trust_remote_code=True)
+write_hugging_face(hf_files_of(value, model, weights=False), None, folder / "written", field="model")
+written = ModelConfig(path=str(folder / "written"), trust_remote_code=True)
 print(causal_class(load_config(written), written).__name__)
 """
 LACKS = """
@@ -58,37 +69,40 @@ except ConfigError as error:
 """
 
 
-@pytest.fixture
-def own(tiny: str, tmp_path: Path) -> Path:
-    folder = Path(shutil.copytree(tiny, tmp_path / "own"))
-    file = folder / "config.json"
-    settings = json.loads(file.read_text()) | {"model_type": "own_test_qwen", "auto_map": AUTO_MAP}
-    file.write_text(json.dumps(settings))
-    (folder / "configuration_own.py").write_text(CONFIGURATION)
-    (folder / "modeling_own.py").write_text(MODELING)
-    return folder
+PROGRAMS = {"builds": BUILDS, "writes": WRITES, "lacks": LACKS}
 
 
-def printed(program: str, tmp_path: Path, *arguments: object) -> str:
-    """Of a process that has not loaded the model before."""
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    words = [sys.executable, "-c", HEAD + program, *map(str, arguments)]
+@pytest.fixture(scope="module")
+def printed(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """By each program, with a model and in a process of its own, forked from one that has imported the
+    libraries and loaded no model. The code of "lacks" cannot be loaded."""
+    root = tmp_path_factory.mktemp("own")
+    for name, program in PROGRAMS.items():
+        model = Path(shutil.copytree(tiny, root / name / name))
+        file = model / "config.json"
+        settings = json.loads(file.read_text()) | {"model_type": "own_test_qwen", "auto_map": AUTO_MAP}
+        file.write_text(json.dumps(settings))
+        (model / "configuration_own.py").write_text(CONFIGURATION)
+        if name != "lacks":
+            (model / "modeling_own.py").write_text(MODELING)
+        (root / name / "program.py").write_text(program)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "HF_MODULES_CACHE": str(root / "modules")}
+    words = [sys.executable, "-c", FORKS, *(str(root / name) for name in PROGRAMS)]
     done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    return {name: (root / name / "printed").read_text() for name in PROGRAMS}
 
 
 @pytest.mark.slow
-def test_a_process_that_loads_no_weights_builds_it(own: Path, tmp_path: Path) -> None:
-    assert printed(BUILDS, tmp_path, own) == "OwnForCausalLM\n"
+def test_a_process_that_loads_no_weights_builds_it(printed: dict[str, str]) -> None:
+    assert printed["builds"] == "OwnForCausalLM\n"
 
 
 @pytest.mark.slow
-def test_what_is_written_without_weights_can_be_loaded(own: Path, tmp_path: Path) -> None:
-    assert printed(WRITES, tmp_path, own, tmp_path / "written") == "OwnForCausalLM\n"
+def test_what_is_written_without_weights_can_be_loaded(printed: dict[str, str]) -> None:
+    assert printed["writes"] == "OwnForCausalLM\n"
 
 
 @pytest.mark.slow
-def test_code_that_cannot_be_loaded_is_named(own: Path, tmp_path: Path) -> None:
-    (own / "modeling_own.py").unlink()
-    assert "its own code cannot be loaded: " in printed(LACKS, tmp_path, own)
+def test_code_that_cannot_be_loaded_is_named(printed: dict[str, str]) -> None:
+    assert "its own code cannot be loaded: " in printed["lacks"]
