@@ -27,6 +27,16 @@ def no_leftovers() -> Iterator[None]:
     end_leftovers()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_curves() -> Iterator[None]:
+    """Runs in the process of the tests draw no curve, which takes a tenth of a second: nobody looks at it."""
+    from hydraflow.jobs import session
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "draw_curve", lambda *_, **__: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory, recipe_cache: Path) -> Path:
     """The folder of a run of three steps on two ranks, with validation and a timeline, the second step

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from hydraflow.jobs import session
 from hydraflow.tracking.file import FileTracker
 
 ACTOR = "actor_rollout_ref.actor"
@@ -47,8 +46,7 @@ def gain(folder: Path) -> float:
 
 def stop_once_learnt(monkeypatch: pytest.MonkeyPatch, stop: Callable[[], object] | None = None) -> None:
     """`stop` is called with a validation that is above the first by more than the last one must be. By
-    default it raises `Learnt`: the run ends and saves nothing. Nobody looks at its curve, which is not drawn.
-    """
+    default it raises `Learnt`: the run ends and saves nothing."""
     whole: Callable = FileTracker.log
     found: list[float] = []
 
@@ -62,4 +60,3 @@ def stop_once_learnt(monkeypatch: pytest.MonkeyPatch, stop: Callable[[], object]
                 stop()
 
     monkeypatch.setattr(FileTracker, "log", log)
-    monkeypatch.setattr(session, "draw_curve", lambda *_, **__: None)
