@@ -176,8 +176,9 @@ def cut_gradients(
     return found
 
 
-def train(path: str, options: Mapping[str, Any], steps: int = 3, micro_rows: int = 2) -> dict[str, Any]:
-    """A few optimizer steps; also what a forward pass between them sees, which must be the newest weights."""
+def train(path: str, options: Mapping[str, Any], micro_rows: int = 2, steps: int = 2) -> dict[str, Any]:
+    """Optimizer steps, of which the second has moments; also what a forward pass before each sees, which must
+    be the newest weights."""
     engine = make_engine(path, options)
     reported, seen = [], []
     for step in range(steps):

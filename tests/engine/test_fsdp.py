@@ -93,8 +93,8 @@ def plain_training(
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
 def test_weights_are_those_of_one_plain_process(tiny: str, ranks: Ranks, precision: str) -> None:
     norms, weights = plain_training(tiny, torch.float64 if precision == "fp64" else torch.float32)
-    alone = jobs.train(tiny, OPTIONS[precision])
-    for result in [alone, *ranks.run(jobs.train, tiny, OPTIONS[precision])]:
+    alone = jobs.train(tiny, OPTIONS[precision], 2, len(norms))
+    for result in [alone, *ranks.run(jobs.train, tiny, OPTIONS[precision], 2, len(norms))]:
         assert [reported["grad_norm"] for reported in result["reported"]] == pytest.approx(
             norms, rel=1e-10 if precision == "fp64" else 1e-3
         )

@@ -65,11 +65,11 @@ def test_a_rank_that_sends_nothing_is_waited_for_until_the_deadline(ranks: Ranks
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_is_that_of_one_rank(tiny: str, ranks: Ranks, layout: str, size: int) -> None:
-    """Weights, gradient norms and outputs of three steps with two micro-batches each."""
+    """Weights, gradient norms and outputs of two steps with two micro-batches each."""
     if layout not in ALONE:
         ALONE[layout] = jobs.train(tiny, with_size(LAYOUTS[layout], -1, **DOUBLE))
     alone = ALONE[layout]
-    found = ranks.run(jobs.train, tiny, with_size(LAYOUTS[layout], size, **DOUBLE), 3, 1)
+    found = ranks.run(jobs.train, tiny, with_size(LAYOUTS[layout], size, **DOUBLE), 1)
     for rank in found:
         assert rank["reported"] == [pytest.approx(reported, rel=1e-12) for reported in alone["reported"]]
         assert_same(rank["weights"], alone["weights"], 1e-12)

@@ -80,7 +80,7 @@ def test_a_reference_rests_too(ranks: Ranks, models: Path) -> None:
     assert torch.equal(said, moved) and held > 0 == nothing
 
 
-WIDE = dict(vocab_size=2000, hidden_size=256, intermediate_size=512, num_hidden_layers=4)
+WIDE = dict(vocab_size=2000, hidden_size=256, intermediate_size=512, num_hidden_layers=2)
 WIDE |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
 MEASURED: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer state divided": (Qwen2Config(**WIDE, tie_word_embeddings=True), sizes()),
