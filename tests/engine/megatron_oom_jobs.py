@@ -58,7 +58,7 @@ def trouble(engine: MegatronEngine, case: Case) -> Iterator[Any]:
 
 
 def disturbed(path: str, options: Mapping[str, Any], cases: Sequence[Case]) -> list[str]:
-    """For each case what is wrong: a call with two rows in a pass is interrupted, and the one with one row in
+    """For each case what is wrong: a call with two rows in a pass is interrupted, and the one with three in
     a pass that comes after it must be as if nothing had happened before. All cases with one engine."""
     gc.freeze()
     engine = make_engine(path, options)
@@ -85,7 +85,7 @@ def disturbed_inference(path: str, options: Mapping[str, Any], cases: Sequence[C
     share = rank_jobs.my_share(rank_jobs.make_batch(rows=ROWS * engine.coordinates().data_size), engine)
 
     def said() -> torch.Tensor:
-        return engine.forward(share.split(1)).get("log_probs").values().clone()
+        return engine.forward(share.split(ROWS // 2)).get("log_probs").values().clone()
 
     wanted, wrong = said(), []
     for case in cases:
@@ -127,7 +127,7 @@ def divided(path: str, options: Mapping[str, Any]) -> str:
 
 def _update(engine: MegatronEngine, share: Any) -> tuple[Any, list[torch.Tensor]]:
     """Metrics and gradient, which is dropped."""
-    reported = engine.forward_backward(share.split(1), rank_jobs.loss_of)
+    reported = engine.forward_backward(share.split(ROWS // 2), rank_jobs.loss_of)
     found = _gradients(engine)
     engine._drop_gradient()
     return reported, found

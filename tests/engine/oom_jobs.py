@@ -180,11 +180,11 @@ def gradient_after_out_of_memory(
 
 
 def disturbed_inference(path: str, cases: Sequence[Case]) -> list[str]:
-    """The same in forward passes, of which there are two."""
+    """The same in forward passes, of which there are two in a call that is interrupted."""
     gc.freeze()
     engine = rank_jobs.make_engine(path, {"fsdp": {"model_dtype": "fp64", "dtype": "fp64"}})
     share = rank_jobs.my_share(rank_jobs.make_batch(), engine)
-    wanted = engine.forward(share.split(1)).get("log_probs").values().clone()
+    wanted = engine.forward([share]).get("log_probs").values().clone()
     wrong = []
     for case in cases:
         trouble = Trouble(engine, case.place, case.ranks, at=case.at)
@@ -192,7 +192,7 @@ def disturbed_inference(path: str, cases: Sequence[Case]) -> list[str]:
         trouble.leave()
         if found is None or [(rank, rows) for rank, rows, _ in found] != [(rank, 2) for rank in case.ranks]:
             wrong.append(f"{case}: reported {found}")
-        if not torch.equal(engine.forward(share.split(1)).get("log_probs").values(), wanted):
+        if not torch.equal(engine.forward([share]).get("log_probs").values(), wanted):
             wrong.append(f"{case}: other log-probabilities")
     return wrong
 

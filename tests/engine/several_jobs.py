@@ -34,13 +34,13 @@ def updated(
     steps: Sequence[StepOptions],
     disturbed: bool = False,
 ) -> dict[str, Any]:
-    """Optimizer steps with these settings, the rows of each in that many calls; disturbed: after each call
-    there is another one in which the last rank has no memory."""
+    """Optimizer steps with these settings, the rows of each in that many calls, of several passes if these
+    are several; disturbed: after each call there is another one in which the last rank has no memory."""
     engine = megatron_jobs.make_engine(path, options)
     reported = []
     for number, settings in enumerate(steps):
         for part in rank_jobs.my_share(rank_jobs.make_batch(number), engine).chunk(calls):
-            engine.forward_backward(part.split(1), rank_jobs.loss_of)
+            engine.forward_backward(part.split(1) if calls > 1 else [part], rank_jobs.loss_of)
             if disturbed:
                 try_without_memory(engine, part)
         reported.append(engine.optimizer_step(settings))
