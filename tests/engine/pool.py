@@ -29,6 +29,7 @@ PRELOADED = [
     "numpy.ma",
     "torch.distributed.checkpoint._fsspec_filesystem",
     "torch.export._trace",
+    "torch.nested._internal.ops",
     "torch.nested._internal.sdpa",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.deepseek_v3.modeling_deepseek_v3",
