@@ -23,17 +23,18 @@ from scripts import kill_matrix as matrix
 
 pytestmark = pytest.mark.slow
 
-FIVE = "trainer.total_training_steps=5"
+SEVEN, FIVE = (f"trainer.total_training_steps={count}" for count in (7, 5))
 METRIC = "val-core/arithmetic/acc/mean@1"
 
 
 def given(folder: Path, cache: Path, method: str) -> list[str]:
-    """Eight steps, two optimizer steps each, on two ranks."""
+    """Seven steps, two optimizer steps each, on two ranks."""
     folder.mkdir(exist_ok=True)
     (folder.parent / "reward.py").write_text(matrix.REWARD)
     return [
         *matrix.COMMON,
         *matrix.METHODS[method],
+        SEVEN,
         f"recipe.cache_dir={cache}",
         f"trainer.default_local_dir={folder}",
         f"reward.custom_reward_function.path={folder.parent}/reward.py",
@@ -72,7 +73,7 @@ def whole(ray_session: None, tmp_path_factory: pytest.TempPathFactory, recipe_ca
     return folder
 
 
-def test_three_steps_and_five_are_eight(
+def test_three_steps_and_four_are_seven(
     tmp_path: Path,
     recipe_cache: Path,
     whole: Path,
@@ -90,24 +91,24 @@ def test_three_steps_and_five_are_eight(
 
     train(cut, recipe_cache, method)
     reported = capsys.readouterr().out
-    assert f"continues after step 3 of 8, from {cut}/global_step_3" in reported
+    assert f"continues after step 3 of 7, from {cut}/global_step_3" in reported
     assert "actor: weights, optimizer, place in the schedule; written by 2 ranks, read by 2" in reported
     assert "data: 3 of 75 batches of epoch 1 are done" in reported
     assert "KL controller: coefficient 0.000" in reported, "it has moved from 0.001"
     assert "entropy bonus: coefficient 0.0003" in reported, "it has moved from 0 three times"
     required = matrix.read_result(whole)
-    assert len({step for step, _ in required.metrics}) == 9 and len(required.weights) == 71
+    assert len({step for step, _ in required.metrics}) == 8 and len(required.weights) == 71
     assert list(matrix.differences(matrix.read_result(cut), required)) == []
     assert not (cut / "requeue").exists()
-    assert sorted(path.name for path in cut.glob("global_step_*")) == ["global_step_6", "global_step_8"], (
+    assert sorted(path.name for path in cut.glob("global_step_*")) == ["global_step_6", "global_step_7"], (
         "two are kept"
     )
     found = {step: values[METRIC] for step, values in required.metrics if step and METRIC in values}
-    assert sorted(found) == [3, 6, 8], "the validations of both"
+    assert sorted(found) == [3, 6, 7], "the validations of both"
     assert json.loads((cut / "best" / "best.json").read_text())["value"] == max(found.values())
 
     train(cut, recipe_cache, method)
-    assert "all 8 steps are done; nothing was started" in capsys.readouterr().out
+    assert "all 7 steps are done; nothing was started" in capsys.readouterr().out
 
     look = [
         "trainer.val_only=true",
@@ -189,10 +190,10 @@ def test_another_number_of_processes_goes_on(
 
 
 class ForkedRun(matrix.Run):
-    """A command of the matrix, as a fork of a process that has imported the libraries."""
+    """A command of the matrix with seven steps, as a fork of a process that has imported the libraries."""
 
     def launch(self, given: list[str]) -> Any:
-        self.started = start("main_ppo", *given, cwd=self.home)
+        self.started = start("main_ppo", *given, SEVEN, cwd=self.home)
         return self.started.process
 
     def family(self) -> list[psutil.Process]:
@@ -208,7 +209,7 @@ def test_a_run_that_is_killed_twice_goes_on(tmp_path: Path, recipe_cache: Path, 
     """A rank in the middle of a save, as the tenth of the matrix's moments has it; then the controller."""
     (save,) = (moment for moment in matrix.draw_moments(10, seed=1) if moment.number == 10)
     assert (save.target, save.method, save.steps) == ("middle of a save", "ppo", 2)
-    later = matrix.Moment(0, "controller", "ppo", steps=7, delay=0.0, rank=0)
+    later = matrix.Moment(0, "controller", "ppo", steps=6, delay=0.0, rank=0)
     restored = []
     for moment, code in ((save, 4), (later, -signal.SIGKILL), (None, 0)):
         run = ForkedRun(tmp_path, "ppo", recipe_cache)
