@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 
 import hydraflow
 from hydraflow.compose.launch import run_guarded
@@ -176,3 +178,15 @@ def test_a_section_of_another_command_is_named(word):
 def test_a_key_that_no_file_could_be_named_after():
     with pytest.raises(ConfigError, match="unknown key"):
         load("ppo", PPOConfig, ["x" * 300 + "=1"])
+
+
+def test_no_composition_changes_the_defaults_of_the_next():
+    """They are in Hydra's store, which is not copied for each."""
+    load("ppo", PPOConfig, OWN)
+    stored = ConfigStore.instance().repo["schema_ppo.yaml"].node
+    defaults = OmegaConf.to_container(stored)
+    load("ppo", PPOConfig, [*OWN, "trainer.seed=3", "trainer.logger=[file]", "algorithm.adv_estimator=rloo"])
+    with pytest.raises(ConfigError):
+        load("ppo", PPOConfig, ["++data.nope=1", "trainer.nnodes=0"])
+    assert ConfigStore.instance().repo["schema_ppo.yaml"].node is stored
+    assert OmegaConf.to_container(stored) == defaults
