@@ -16,10 +16,10 @@ SUMS = {"inputs": ["1 2\n", "3 4\n", "5 6\n", "7 8\n"], "outputs": ["3\n", "7\n"
 ADDS = "Here it is:\n```python\na, b = map(int, input().split())\nprint(a + b)\n```\nGood luck."
 
 
-def judged(response: str, truth: Any, **options: Any) -> tuple[float, float]:
-    found = passed_tests(
-        response, truth, sandbox=SandboxConfig(timeout=3.0, memory=0.25), timeout=20.0, **options
-    )
+def judged(response: str, truth: Any, seconds: float = 3.0, **options: Any) -> tuple[float, float]:
+    """seconds: for one test."""
+    sandbox = SandboxConfig(timeout=seconds, memory=0.25)
+    found = passed_tests(response, truth, sandbox=sandbox, timeout=20.0, **options)
     return found["score"], found["acc"]
 
 
@@ -53,7 +53,7 @@ def test_blocks_of_other_languages_are_not_the_program(response: str, found: str
 
 @pytest.mark.slow(short=True)
 def test_no_test_is_run_after_one_that_exceeded_a_limit() -> None:
-    assert judged(ADDS.replace("print", "while a == 3: pass\nprint"), SUMS) == (0.25, 0.0)
+    assert judged(ADDS.replace("print", "while a == 3: pass\nprint"), SUMS, seconds=1.0) == (0.25, 0.0)
 
 
 @pytest.mark.parametrize(
