@@ -5,7 +5,7 @@ all of them for imports. Here one server for each process of the test run import
 every command. The child has the working directory, environment, arguments and streams of the command, runs
 its module or file as `__main__`, and leaves as an interpreter leaves: an exit code, or a stack trace. What
 differs from a process of its own: the libraries are imported, /proc shows the server's command line and
-environment, and all commands share one seed of hashes.
+environment, all commands share one seed of hashes, and a run's curve is not drawn: nobody looks at it.
 
 The workers' template (`hydraflow/dispatch/template.py`), which a command starts with its Ray, is a fork, too:
 of a second server, which has imported the libraries and not Ray. Commands in the background are forks of a
@@ -18,7 +18,6 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib.util
-import io
 import json
 import os
 import runpy
@@ -235,26 +234,21 @@ def preload() -> None:
 
     for name in PRELOADED:
         importlib.import_module(f"hydraflow.{name}")
+    from hydraflow.jobs import session
+
+    session.draw_curve = lambda *_, **__: True  # it takes a tenth of a second
     import ray._common.pydantic_compat  # noqa: F401
     import torch.utils.tensorboard  # noqa: F401
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("qwen3")  # made once for all types, the first time a model is loaded
 
     with suppress(ImportError):
         import pandas  # noqa: F401  pyarrow imports it, where it is installed, to convert a list
 
     compose()
-    draw()
-
-
-def draw() -> None:
-    """Draws a figure, which finds the fonts."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure()
-    figure.subplots().set_title("a title")
-    FigureCanvasAgg(figure).print_png(io.BytesIO())
 
 
 def compose() -> None:
