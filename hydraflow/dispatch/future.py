@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol
@@ -38,8 +38,9 @@ BROKEN = re.compile(
 """Messages of gloo, NCCL and sockets when the peer process has gone."""
 COLOURS = re.compile(r"\x1b\[\d+m")
 """ANSI colours in Ray's messages."""
-UNREAD = 5.0
-"""Seconds to wait for columns before every process is sent a call, to find out which one is dead."""
+UNANSWERED = 5.0
+"""Seconds to wait before every process is sent a call, to find out whether one is dead; again after twice as
+long, and so on."""
 FETCH = 10.0
 """Seconds for one ready answer to arrive, after fetching the answers of all ranks together has failed."""
 
@@ -132,30 +133,42 @@ class PendingCalls:
     def settle(self, refs: Mapping[int, ObjectRef]) -> None:
         """Waits until none of `refs` is pending. Raises when any pending call, one of these or another, fails
         or is late."""
+        asking = self._asking()
         while owed := self._owed(refs):
+            next(asking)
             self._wait(owed, len(owed))
 
     def settle_one(self, several: Sequence[Mapping[int, ObjectRef]]) -> int:
         """Waits until one of them has settled; returns its index. Raises as `settle` does."""
+        asking = self._asking()
         while True:
             owed = [self._owed(refs) for refs in several]
             if [] in owed:
                 return owed.index([])
+            next(asking)
             self._wait([ref for refs in owed for ref in refs], 1)
 
     def await_columns(self, columns: list[ObjectRef], seconds: float) -> None:
         """Waits until `columns` can be read, at most `seconds`. Raises when a call fails or a worker process
-        is dead: Ray does not always report its death to readers of the objects that it held."""
-        start, asked = time.monotonic(), False
+        is dead."""
+        start, asking = time.monotonic(), self._asking()
         while len(ray.wait(columns, num_returns=len(columns), timeout=SLICE)[0]) < len(columns):
-            waited = time.monotonic() - start
-            if waited > seconds:
+            if time.monotonic() - start > seconds:
                 return
-            if waited > UNREAD and not asked and self.ask_all is not None:
-                self.ask_all()
-                asked = True
+            next(asking)
             self._check()
             self._take(_answered(list(self.pending), 0))
+
+    def _asking(self) -> Iterator[None]:
+        """One item for each moment of a wait. A process that is dead may have no pending call, and Ray does
+        not always report its death to readers of the objects that it held: in the controller, or in the
+        process that the controller waits for."""
+        start, seconds = time.monotonic(), UNANSWERED
+        while True:
+            if time.monotonic() - start > seconds and self.ask_all is not None:
+                self.ask_all()
+                seconds *= 2
+            yield
 
     def _owed(self, refs: Mapping[int, ObjectRef]) -> list[ObjectRef]:
         return [ref for ref in refs.values() if ref in self.pending]

@@ -231,9 +231,12 @@ class WorkerGroup(Group):
         self.channel.calls.pending[results[0]] = replace(call, columns=columns)
 
     def ask_all(self) -> None:
-        """Sends each process a call; its answer is not used, and its failure is reported by any wait."""
-        role = next(iter(self.roles))
-        self._ask(self._identify, range(self.world_size), role, "identify", resend=False)
+        """Sends each process a call; its answer is not used, and its failure is reported by any wait. It may
+        be one that replaces another and is only starting."""
+        if not self._starting:
+            role, limits = next(iter(self.roles)), self.channel.timeouts
+            seconds = limits.start + limits.call
+            self._ask(self._identify, range(self.world_size), role, "identify", seconds=seconds, resend=False)
 
     def await_ready(self) -> None:
         if self.error is not None:

@@ -15,7 +15,7 @@ from dispatch.probes import Misconfigured, Probe, Troubled, Unbuildable, Unstart
 
 from hydraflow.dispatch import group
 from hydraflow.dispatch.config import RayInitConfig
-from hydraflow.dispatch.future import GRACE, UNREAD
+from hydraflow.dispatch.future import GRACE, UNANSWERED
 from hydraflow.dispatch.group import RoleGroup, Timeouts
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
@@ -123,8 +123,18 @@ def test_columns_that_never_come_are_blamed_on_the_process_that_is_dead(start: S
     os.kill(pids[1], signal.SIGKILL)
     error, seconds = _error_of(role.group.channel.calls.await_columns, [never], 60.0)
     assert (error.role, error.rank, error.cause.partition(":")[0]) == ("troubled", 1, "the process died")
-    assert seconds < UNREAD + SOON
+    assert seconds < UNANSWERED + SOON
     ray.cancel(never, force=True)
+
+
+def test_a_wait_notices_a_death_in_a_group_of_which_nothing_is_pending(start: Start) -> None:
+    """The one that is waited for may read columns of the dead one, and never be told."""
+    maker, reader = start(), start(role="reader")
+    pids = maker.call(Troubled.pids)
+    os.kill(pids[0], signal.SIGKILL)
+    error, seconds = _error_of(reader.call, Troubled.sleep_on, 1, 600.0)
+    assert (error.role, error.rank, error.method) == ("troubled", 0, "identify")
+    assert error.cause.startswith("the process died") and seconds < UNANSWERED + SOON
 
 
 def test_columns_have_a_limit(start: Start) -> None:
