@@ -35,7 +35,8 @@ from hydraflow.protocol import ragged
 LIMIT_S = 240
 """Time limit for the ranks of a layout, from their start."""
 PRELOADED = ("through_host", "hydraflow.engine.fsdp.engine", "transformers.models.auto.modeling_auto")
-"""Modules that are imported once for all ranks; the first one before all that use collectives."""
+"""Modules that are imported once for all ranks; `through_host` first, because the others import collectives by
+name."""
 
 
 @dataclass(frozen=True)
@@ -164,12 +165,15 @@ def preload(device: str, engines: Iterable[str]) -> None:
 
 
 def written_model(kind: str, folder: Path) -> str:
-    """Writes a model in a process that has imported what that takes; returns its path."""
+    """Writes a model in a process that has imported what that takes; returns its path. RuntimeError if it
+    fails."""
     sizes = SMALL | (EXPERTS if kind == "qwen3_moe" else {})
     write = (sizes, folder, torch.float32, kind)
     process = mp.get_context("forkserver").Process(target=write_model, args=write)
     process.start()
     process.join()
+    if process.exitcode:
+        raise RuntimeError(f"the model could not be written, exit code {process.exitcode}")
     return str(folder)
 
 

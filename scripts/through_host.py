@@ -45,8 +45,8 @@ _copied_type = ""
 
 
 def start(device_type: str) -> None:
-    """From now on, copies tensors on devices of this type in this process. With "cpu", too: tests need no
-    GPU."""
+    """From now on, copies tensors on devices of this type in this process. Works with "cpu", too, so
+    that tests need no GPU."""
     global _copied_type
     _copied_type = device_type
 

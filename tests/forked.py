@@ -5,7 +5,7 @@ all of them for imports. Here one server for each process of the test run import
 every command. The child has the working directory, environment, arguments and streams of the command, runs
 its module or file as `__main__`, and leaves as an interpreter leaves: an exit code, or a stack trace. What
 differs from a process of its own: the libraries are imported, /proc shows the server's command line and
-environment, all commands share one seed of hashes, and a run's curve is not drawn: nobody looks at it.
+environment, all commands share one seed of hashes, and those in the foreground draw no curves.
 
 The workers' template (`hydraflow/dispatch/template.py`), which a command starts with its Ray, is a fork, too:
 of a second server, which has imported the libraries and not Ray. Commands in the background are forks of a

@@ -49,8 +49,8 @@ Judge = Callable[[Any, Command], Iterable[Problem]]
 VERSION_BASE = "1.3"
 _stored: list[tuple[str, type]] = []
 """At most one (name, schema): the configuration whose defaults are in Hydra's store."""
-# Hydra copies its store for each composition, which takes a tenth of the time. Nothing changes the copy: what
-# is loaded from the store is a copy itself.
+# Hydra would copy its store for each composition, which takes a tenth of the time. Nothing changes the copy:
+# what is loaded from the store is a copy itself.
 ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
 
 

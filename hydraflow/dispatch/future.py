@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol
@@ -39,8 +39,7 @@ BROKEN = re.compile(
 COLOURS = re.compile(r"\x1b\[\d+m")
 """ANSI colours in Ray's messages."""
 UNANSWERED = 5.0
-"""Seconds to wait before every process is sent a call, to find out whether one is dead; again after twice as
-long, and so on."""
+"""Seconds of a wait before idle processes are asked whether they live."""
 FETCH = 10.0
 """Seconds for one ready answer to arrive, after fetching the answers of all ranks together has failed."""
 
@@ -110,6 +109,22 @@ class ReplacementDied(Exception):
         self.failure = failure
 
 
+class Asking:
+    """Asks, during one wait, whether a process without a pending call is dead. Ray does not always report its
+    death to readers of the objects that it held: to the controller, or to the process that it waits for."""
+
+    def __init__(self, ask_all: Callable[[], None] | None):
+        self._ask_all = ask_all
+        self._due, self._seconds = time.monotonic() + UNANSWERED, UNANSWERED
+
+    def ask_if_due(self) -> None:
+        """Asks after UNANSWERED seconds, again after twice as long, and so on."""
+        if self._ask_all is not None and time.monotonic() > self._due:
+            self._ask_all()
+            self._due += self._seconds
+            self._seconds *= 2
+
+
 class PendingCalls:
     """All pending calls. Used by one thread."""
 
@@ -123,7 +138,7 @@ class PendingCalls:
         """Called a few times a second while waiting; an exception ends the wait. The calls stay pending,
         except those of a process that was just being replaced."""
         self.ask_all: Callable[[], None] | None = None
-        """Sends each worker process a call, so that the death of one is noticed; None: there are none."""
+        """Sends idle worker processes a call, so that the death of one is noticed; None: there are none."""
         self.pending: dict[ObjectRef, PendingCall] = {}
         self._died: list[tuple[PendingCall, Failure]] = []
         """Calls whose process is to be replaced."""
@@ -133,42 +148,31 @@ class PendingCalls:
     def settle(self, refs: Mapping[int, ObjectRef]) -> None:
         """Waits until none of `refs` is pending. Raises when any pending call, one of these or another, fails
         or is late."""
-        asking = self._asking()
+        asking = Asking(self.ask_all)
         while owed := self._owed(refs):
-            next(asking)
+            asking.ask_if_due()
             self._wait(owed, len(owed))
 
     def settle_one(self, several: Sequence[Mapping[int, ObjectRef]]) -> int:
         """Waits until one of them has settled; returns its index. Raises as `settle` does."""
-        asking = self._asking()
+        asking = Asking(self.ask_all)
         while True:
             owed = [self._owed(refs) for refs in several]
             if [] in owed:
                 return owed.index([])
-            next(asking)
+            asking.ask_if_due()
             self._wait([ref for refs in owed for ref in refs], 1)
 
     def await_columns(self, columns: list[ObjectRef], seconds: float) -> None:
         """Waits until `columns` can be read, at most `seconds`. Raises when a call fails or a worker process
         is dead."""
-        start, asking = time.monotonic(), self._asking()
+        start, asking = time.monotonic(), Asking(self.ask_all)
         while len(ray.wait(columns, num_returns=len(columns), timeout=SLICE)[0]) < len(columns):
             if time.monotonic() - start > seconds:
                 return
-            next(asking)
+            asking.ask_if_due()
             self._check()
             self._take(_answered(list(self.pending), 0))
-
-    def _asking(self) -> Iterator[None]:
-        """One item for each moment of a wait. A process that is dead may have no pending call, and Ray does
-        not always report its death to readers of the objects that it held: in the controller, or in the
-        process that the controller waits for."""
-        start, seconds = time.monotonic(), UNANSWERED
-        while True:
-            if time.monotonic() - start > seconds and self.ask_all is not None:
-                self.ask_all()
-                seconds *= 2
-            yield
 
     def _owed(self, refs: Mapping[int, ObjectRef]) -> list[ObjectRef]:
         return [ref for ref in refs.values() if ref in self.pending]

@@ -231,12 +231,13 @@ class WorkerGroup(Group):
         self.channel.calls.pending[results[0]] = replace(call, columns=columns)
 
     def ask_all(self) -> None:
-        """Sends each process a call; its answer is not used, and its failure is reported by any wait. It may
-        be one that replaces another and is only starting."""
-        if not self._starting:
-            role, limits = next(iter(self.roles)), self.channel.timeouts
-            seconds = limits.start + limits.call
-            self._ask(self._identify, range(self.world_size), role, "identify", seconds=seconds, resend=False)
+        """Sends a call to each process that has none pending: only its death would go unnoticed. The answer
+        is not used. Does nothing where a process that has died is replaced, because what it returned outlives
+        it."""
+        if self.recovery is None:
+            busy = {call.rank for call in self.channel.calls.pending.values() if call.group is self}
+            idle = [rank for rank in range(self.world_size) if rank not in busy]
+            self._ask(self._identify, idle, next(iter(self.roles)), "identify", resend=False)
 
     def await_ready(self) -> None:
         if self.error is not None:

@@ -22,7 +22,7 @@ from hydraflow.dispatch import agent
 from hydraflow.system.importing import importing
 
 OTHER_COMMANDS = ("ray.dashboard.modules.job.cli", "ray.serve.scripts", "ray.util.state.state_cli")
-"""Modules with commands of Ray's other than `ray start`."""
+"""Modules of Ray's other commands; `ray start` needs none of them."""
 START_SECONDS = 180.0
 """Time limit for a new raylet to register. Ray's own 30 seconds are too short on a busy machine."""
 

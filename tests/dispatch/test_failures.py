@@ -127,8 +127,8 @@ def test_columns_that_never_come_are_blamed_on_the_process_that_is_dead(start: S
     ray.cancel(never, force=True)
 
 
-def test_a_wait_notices_a_death_in_a_group_of_which_nothing_is_pending(start: Start) -> None:
-    """The one that is waited for may read columns of the dead one, and never be told."""
+def test_a_wait_notices_a_death_in_a_group_without_pending_calls(start: Start) -> None:
+    """The process that is waited for may be reading the dead one's columns, and would never learn of it."""
     maker, reader = start(), start(role="reader")
     pids = maker.call(Troubled.pids)
     os.kill(pids[0], signal.SIGKILL)

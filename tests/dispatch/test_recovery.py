@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from dispatch import programs
 
+from hydraflow.dispatch import future
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.group import Recovery, RoleGroup, Timeouts
 from hydraflow.dispatch.modes import Dispatch, mesh_mode, register
@@ -48,6 +50,10 @@ class Fragile(Worker):
         self.die_if_asked("times")
         column = (batch.get("x") * self.factor)[:, None].expand(-1, 50_000).contiguous()
         return DataProto.from_dict({"y": column})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, resend=False)
     def forgotten(self) -> str:
@@ -97,8 +103,8 @@ def role(running: RoleGroup) -> RoleGroup:
 
 
 def ask_to_die(folder: Path, method: str, rank: int, times: int = 1) -> None:
-    for time in range(times):
-        (folder / f"{method} {rank} {time}").touch()
+    for number in range(times):
+        (folder / f"{method} {rank} {number}").touch()
 
 
 def product(runtime: Runtime, role: RoleGroup) -> list[float]:
@@ -124,6 +130,20 @@ def test_a_process_may_die_while_it_is_restored(runtime: Runtime, role: RoleGrou
     ask_to_die(folder, "times", 1)
     ask_to_die(folder, "learn", 1)
     assert product(runtime, role) == [0, 3, 6, 9] and role.group.replaced == 2
+
+
+def test_an_idle_process_is_replaced_at_its_next_call_and_not_while_another_group_works(
+    runtime: Runtime, role: RoleGroup, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What restores it may need devices on which that group works."""
+    monkeypatch.setattr(future, "UNANSWERED", 0.1)
+    other = start(runtime, folder, max_retries=0)
+    other.group.recovery = None
+    os.kill(role.call(Fragile.learn, 3).get()[0], signal.SIGKILL)
+    other.call(Fragile.sleep, 2.0)
+    assert role.group.replaced == 0
+    assert product(runtime, role) == [0, 3, 6, 9] and role.group.replaced == 1
+    runtime.end(other.group)
 
 
 def test_what_a_dead_process_made_is_still_there(runtime: Runtime, role: RoleGroup, folder: Path) -> None:

@@ -180,7 +180,7 @@ def gradient_after_out_of_memory(
 
 
 def disturbed_inference(path: str, cases: Sequence[Case]) -> list[str]:
-    """The same in forward passes, of which there are two in a call that is interrupted."""
+    """The same in forward passes; an interrupted call has two."""
     gc.freeze()
     engine = rank_jobs.make_engine(path, {"fsdp": {"model_dtype": "fp64", "dtype": "fp64"}})
     share = rank_jobs.my_share(rank_jobs.make_batch(), engine)

@@ -34,8 +34,8 @@ def updated(
     steps: Sequence[StepOptions],
     disturbed: bool = False,
 ) -> dict[str, Any]:
-    """Optimizer steps with these settings, the rows of each in that many calls, of several passes if these
-    are several; disturbed: after each call there is another one in which the last rank has no memory."""
+    """Optimizer steps with these settings, the rows of each in that many calls; several calls have several
+    passes each; disturbed: after each call there is another one in which the last rank has no memory."""
     engine = megatron_jobs.make_engine(path, options)
     reported = []
     for number, settings in enumerate(steps):

@@ -21,7 +21,7 @@ from hydraflow.errors import ConfigError
 OPTIONS = {"optim": {"lr_warmup_steps": 1, "lr_scheduler_type": "linear"}, "total_steps": 9}
 SIZES = (1, 2, 4)
 read_and_step = partial(jobs.read_checkpoint, more=1)
-"""Where what comes after is not compared."""
+"""For reads after which nothing is compared."""
 Written = tuple[list[dict[str, Any]], Path]
 
 
@@ -29,7 +29,7 @@ Written = tuple[list[dict[str, Any]], Path]
 def plain(
     pools: dict[int, Ranks], tiny: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[int], Written]:
-    """What so many ranks found when they wrote a checkpoint with `OPTIONS`, and its folder, which no test
+    """What that many ranks found when they wrote a checkpoint with `OPTIONS`, and its folder, which no test
     changes."""
 
     @cache

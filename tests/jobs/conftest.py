@@ -29,11 +29,12 @@ def no_leftovers() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_curves() -> Iterator[None]:
-    """Runs in the process of the tests draw no curve, which takes a tenth of a second: nobody looks at it."""
+    """Runs in the process of the tests draw no curve, which takes a tenth of a second. `run` does: it has a
+    process of its own."""
     from hydraflow.jobs import session
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "draw_curve", lambda *_, **__: None)
+        patch.setattr(session, "draw_curve", lambda *_, **__: True)
         yield
 
 

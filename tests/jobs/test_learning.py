@@ -89,3 +89,4 @@ def test_ranks_of_megatron_learn(
     stop_once_learnt(monkeypatch, partial(signal.raise_signal, signal.SIGTERM))
     PPOJob(load("ppo", PPOConfig, [*given, *few_steps(tmp_path, recipe_cache)])).run()
     assert gain(tmp_path) > ENOUGH
+    assert list(tmp_path.glob("global_step_*"))

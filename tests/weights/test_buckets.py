@@ -164,7 +164,8 @@ def test_the_rest_of_a_divided_weight_does_not_keep_all_of_it() -> None:
 
 
 def test_only_the_rest_of_a_divided_weight_is_copied() -> None:
-    """Copies would fragment the sender's heap: it grew with every transfer until it was a model larger."""
+    """Copies would fragment the sender's heap, which would grow with every transfer, by up to the size of the
+    model."""
     weights = {"large": torch.zeros(400), "next": torch.zeros(10)}
     options = BucketOptions(1, 600, torch.float32, checked=False)
     sent = [one for _, numbers in into_buckets(weights.items(), options) for one in numbers]
