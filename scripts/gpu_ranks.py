@@ -35,8 +35,8 @@ from hydraflow.protocol import ragged
 LIMIT_S = 240
 """Time limit for the ranks of a layout, from their start."""
 PRELOADED = ("through_host", "hydraflow.engine.fsdp.engine", "transformers.models.auto.modeling_auto")
-"""Modules that are imported once for all ranks; `through_host` first, because the others import collectives by
-name."""
+"""Modules that are imported once for all ranks; `through_host` first, because the others import collectives
+by name."""
 
 
 @dataclass(frozen=True)
