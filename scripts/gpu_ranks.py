@@ -34,9 +34,14 @@ from hydraflow.protocol import ragged
 
 LIMIT_S = 240
 """Time limit for the ranks of a layout, from their start."""
-PRELOADED = ("through_host", "hydraflow.engine.fsdp.engine", "transformers.models.auto.modeling_auto")
-"""Modules that are imported once for all ranks; `through_host` first, because the others import collectives
-by name."""
+PRELOADED = ("through_host", "hydraflow.protocol.ragged")
+"""Modules that are imported once for all ranks, torch with them; `through_host` first, because others import
+collectives by name."""
+PRELOADED_ON_CPU = (
+    *("hydraflow.engine.fsdp.engine", "hydraflow.engine.megatron.engine"),
+    "transformers.models.auto.modeling_auto",
+)
+"""More of them where none may use the device, which a forked process could not."""
 
 
 @dataclass(frozen=True)
@@ -154,14 +159,12 @@ def rank_result(rank: int, layout: Layout, place: Place) -> dict[str, Any]:
     return dict(scored=by_row, norm=norm, weights=weights)
 
 
-def preload(device: str, engines: Iterable[str]) -> None:
-    """Before the first process is started: all are forked from one that has imported PRELOADED. On the CPU
-    Megatron-Core, too; elsewhere what it imports may use the device, which a forked process could not."""
+def preload(device: str) -> None:
+    """Before the first process is started: all are forked from one that has imported PRELOADED."""
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     os.environ["OMP_NUM_THREADS"] = "1"  # a fork copies no threads
-    megatron = device == "cpu" and "megatron" in engines
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, *(["hydraflow.engine.megatron.engine"] if megatron else [])])
+    more = PRELOADED_ON_CPU if device == "cpu" else ()
+    mp.get_context("forkserver").set_forkserver_preload([*PRELOADED, *more])
 
 
 def written_model(kind: str, folder: Path) -> str:
@@ -235,7 +238,7 @@ def main() -> int:
     if given.device != "cpu" and not devices:
         print(f"torch {torch.__version__} finds no {given.device} device here", file=sys.stderr)
         return 2
-    preload(given.device, [LAYOUTS[name].engine for name in names])
+    preload(given.device)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.at_once) as pool:
         models, wanted = {}, {}
         for kind in sorted({LAYOUTS[name].kind for name in names}):

@@ -47,8 +47,8 @@ Config = TypeVar("Config")
 Judge = Callable[[Any, Command], Iterable[Problem]]
 """An entry point's own check of a configuration, whose problems join the report."""
 VERSION_BASE = "1.3"
-_stored: list[tuple[str, type]] = []
-"""At most one (name, schema): the configuration whose defaults are in Hydra's store."""
+_stored: dict[str, type] = {}
+"""Name -> schema of the configurations whose defaults are in Hydra's store."""
 # Hydra would copy its store for each composition, which takes a tenth of the time. Nothing changes the copy:
 # what is loaded from the store is a copy itself.
 ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
@@ -120,11 +120,9 @@ def register(entry: EntryPoint[Any], folders: Sequence[Path] = ()) -> None:
 
     `folders` contain the user's files, which may name verl's.
     """
-    if _stored != [(entry.config_name, entry.schema)]:
-        for name, _ in _stored:
-            ConfigStore.instance().repo.pop(f"schema_{name}.yaml", None)
+    if _stored.get(entry.config_name) is not entry.schema:
         ConfigStore.instance().store(f"schema_{entry.config_name}", asdict(entry.schema()))
-        _stored[:] = [(entry.config_name, entry.schema)]
+        _stored[entry.config_name] = entry.schema
     verl_trees.register(entry.schema, entry.config_name, folders)
 
 

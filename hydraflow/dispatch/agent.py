@@ -49,8 +49,8 @@ def stand_in(arguments: Sequence[str]) -> None:
 
 
 def start_when_requested(command: Sequence[str]) -> None:
-    """Listens on a port, reports it as the runtime-environment agent's, and becomes that agent when somebody
-    connects."""
+    """Listens on a port, reports it as the runtime-environment agent's, and becomes that agent at the
+    first connection."""
     options, key, words = _options(command), "runtime-env-agent-port", list(command)
     with suppress(OSError, ValueError, StopIteration):  # the agent itself reports what is wrong
         place = socket.getaddrinfo(options["node-ip-address"], int(options[key]), type=socket.SOCK_STREAM)[0]

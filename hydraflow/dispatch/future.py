@@ -113,14 +113,14 @@ class Asking:
     """Asks, during one wait, whether a process without a pending call is dead. Ray does not always report its
     death to readers of the objects that it held: to the controller, or to the process that it waits for."""
 
-    def __init__(self, ask_all: Callable[[], None] | None):
-        self._ask_all = ask_all
+    def __init__(self, ask_idle: Callable[[], None] | None):
+        self._ask_idle = ask_idle
         self._due, self._seconds = time.monotonic() + UNANSWERED, UNANSWERED
 
     def ask_if_due(self) -> None:
         """Asks after UNANSWERED seconds, again after twice as long, and so on."""
-        if self._ask_all is not None and time.monotonic() > self._due:
-            self._ask_all()
+        if self._ask_idle is not None and time.monotonic() > self._due:
+            self._ask_idle()
             self._due += self._seconds
             self._seconds *= 2
 
@@ -137,7 +137,7 @@ class PendingCalls:
         self.interrupt: Callable[[], None] | None = None
         """Called a few times a second while waiting; an exception ends the wait. The calls stay pending,
         except those of a process that was just being replaced."""
-        self.ask_all: Callable[[], None] | None = None
+        self.ask_idle: Callable[[], None] | None = None
         """Sends idle worker processes a call, so that the death of one is noticed; None: there are none."""
         self.pending: dict[ObjectRef, PendingCall] = {}
         self._died: list[tuple[PendingCall, Failure]] = []
@@ -148,14 +148,14 @@ class PendingCalls:
     def settle(self, refs: Mapping[int, ObjectRef]) -> None:
         """Waits until none of `refs` is pending. Raises when any pending call, one of these or another, fails
         or is late."""
-        asking = Asking(self.ask_all)
+        asking = Asking(self.ask_idle)
         while owed := self._owed(refs):
             asking.ask_if_due()
             self._wait(owed, len(owed))
 
     def settle_one(self, several: Sequence[Mapping[int, ObjectRef]]) -> int:
         """Waits until one of them has settled; returns its index. Raises as `settle` does."""
-        asking = Asking(self.ask_all)
+        asking = Asking(self.ask_idle)
         while True:
             owed = [self._owed(refs) for refs in several]
             if [] in owed:
@@ -166,7 +166,7 @@ class PendingCalls:
     def await_columns(self, columns: list[ObjectRef], seconds: float) -> None:
         """Waits until `columns` can be read, at most `seconds`. Raises when a call fails or a worker process
         is dead."""
-        start, asking = time.monotonic(), Asking(self.ask_all)
+        start, asking = time.monotonic(), Asking(self.ask_idle)
         while len(ray.wait(columns, num_returns=len(columns), timeout=SLICE)[0]) < len(columns):
             if time.monotonic() - start > seconds:
                 return

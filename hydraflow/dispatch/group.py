@@ -230,7 +230,7 @@ class WorkerGroup(Group):
         columns = results[1] if len(results) > 1 else None
         self.channel.calls.pending[results[0]] = replace(call, columns=columns)
 
-    def ask_all(self) -> None:
+    def ask_idle(self) -> None:
         """Sends a call to each process that has none pending: only its death would go unnoticed. The answer
         is not used. Does nothing where a process that has died is replaced, because what it returned outlives
         it."""

@@ -63,7 +63,7 @@ class Runtime:
         self.timeline = Timeline(ray_init.timeline_file)
         self.observability = replace(observability or Observability(), traced=self.timeline.wanted)
         self.channel = Channel(timeouts, observability=self.observability, timeline=self.timeline)
-        self.channel.calls.ask_all = self._ask_all
+        self.channel.calls.ask_idle = self._ask_idle
         self.groups: list[Group] = []
         self._reservations: dict[str, Reservation] = {}
         self._owns_ray = False
@@ -143,10 +143,10 @@ class Runtime:
         self.groups.append(group)
         return group
 
-    def _ask_all(self) -> None:
+    def _ask_idle(self) -> None:
         for group in self.groups:
             if isinstance(group, WorkerGroup) and group.error is None:
-                group.ask_all()
+                group.ask_idle()
 
     def await_ready(self) -> None:
         """Waits until the workers of all groups are built. Raises ConfigError or WorkerError when one fails,

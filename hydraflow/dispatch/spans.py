@@ -33,7 +33,12 @@ class Span(NamedTuple):
 
 def now() -> float:
     """Unix time in seconds, which never goes back in this process."""
-    return time.perf_counter() + _UNIX_MINUS_MONOTONIC
+    return unix_time(time.perf_counter())
+
+
+def unix_time(monotonic: float) -> float:
+    """`now` at that value of time.perf_counter()."""
+    return monotonic + _UNIX_MINUS_MONOTONIC
 
 
 class SpanRecorder:

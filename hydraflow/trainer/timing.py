@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from codetiming import Timer
 
-from hydraflow.dispatch.spans import Span, now
+from hydraflow.dispatch.spans import Span, unix_time
 from hydraflow.dispatch.timeline import Timeline
 from hydraflow.system.role_logs import CONTROLLER
 
@@ -33,15 +33,17 @@ class PhaseTimer:
     @contextmanager
     def phase(self, name: str, step: int | None = None) -> Iterator[None]:
         """Times one phase; a phase that runs twice in a step adds up."""
-        timer, start = Timer(logger=None), now()
+        timer = Timer(logger=None)
         timer.start()
+        assert timer._start_time is not None, "it was started"
+        start = unix_time(timer._start_time)
         try:
             yield
         finally:
             key, seconds = f"timing_s/{name}", timer.stop()
             self._seconds[key] = self._seconds.get(key, 0.0) + seconds
-            # by one clock, so that a span ends within the one around it
-            self._timeline.note(self._row, 0, [Span(name, start, now() - start, step)])
+            # by the same readings: it ends within the span around it, and lasts as long as its metric
+            self._timeline.note(self._row, 0, [Span(name, start, seconds, step)])
 
     def drain(self) -> dict[str, float]:
         """Returns the seconds so far and resets."""

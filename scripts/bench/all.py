@@ -326,7 +326,7 @@ def commit() -> str:
 
 HEAD = """# Performance
 
-Written by `python scripts/bench/all.py`. {machine}. {versions}. {commits}. {load}
+Written by `python scripts/bench/all.py`. {machine}. {versions}. Commits: {commits}. {load}
 
 "ratio" is by what factor hydraflow beats the peer in the same run; "limit" is what the machine allows:
 a step whose matrix products run on all cores at their measured peak and in which nothing else takes time, or
@@ -350,15 +350,6 @@ Now:
 """
 
 
-def commits_of(names: Sequence[str]) -> str:
-    """Says which commits the figures are of.
-
-    >>> commits_of(["9a47a7be"]), commits_of(["9a47a7be", "ac2c3181"])
-    ('Commit 9a47a7be', 'Commits 9a47a7be, ac2c3181')
-    """
-    return f"Commit{'s' if len(names) > 1 else ''} {', '.join(names) or 'unknown'}"
-
-
 def page(results: Path) -> str:
     """The Markdown page of all stored figures."""
     kept = {
@@ -367,7 +358,7 @@ def page(results: Path) -> str:
     head = HEAD.format(
         machine=machine(),
         versions=", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "ray")),
-        commits=commits_of(sorted({facts["commit"] for facts in kept.values()})),
+        commits=", ".join(sorted({facts["commit"] for facts in kept.values()})) or "unknown",
         load=load_of(max((facts["load"] for facts in kept.values()), default=0.0)),
     )
     lines = [line(row) for name, facts in kept.items() for row in BENCHES[name].rows(facts["found"])]

@@ -6,11 +6,12 @@ from __future__ import annotations
 import json
 import os
 import resource
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
-from jobs.command import python
 
 from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import State
@@ -60,12 +61,16 @@ def test_open_files() -> None:
 
 @pytest.mark.slow
 def test_a_tiny_ulimit_is_seen_by_the_doctor(tmp_path: Path) -> None:
-    (tmp_path / "limited.py").write_text(
-        "import resource, runpy\nresource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))\n"
-        "runpy.run_module('hydraflow.doctor', run_name='__main__')\n"
+    command = f"ulimit -n 60; exec {sys.executable} -m hydraflow.doctor --json trainer.device=cpu"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HYDRAFLOW_CACHE": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
-    words = [str(tmp_path / "limited.py"), "--json", "trainer.device=cpu"]
-    done = python(*words, cwd=tmp_path, HYDRAFLOW_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 2, done.stderr
     rows = {row["check"]: row for row in json.loads(done.stdout)}
     assert rows["open files"]["state"] == "problem"

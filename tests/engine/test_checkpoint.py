@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from engine import rank_jobs as jobs
 from engine.alike import assert_same
 from engine.pool import Ranks
+from engine.written import Written, written_once
 from transformers import AutoModelForCausalLM
 
 from hydraflow.errors import ConfigError
@@ -22,22 +23,18 @@ OPTIONS = {"optim": {"lr_warmup_steps": 1, "lr_scheduler_type": "linear"}, "tota
 SIZES = (1, 2, 4)
 read_and_step = partial(jobs.read_checkpoint, more=1)
 """For reads after which nothing is compared."""
-Written = tuple[list[dict[str, Any]], Path]
 
 
 @pytest.fixture(scope="module")
 def plain(
     pools: dict[int, Ranks], tiny: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[int], Written]:
-    """What that many ranks found when they wrote a checkpoint with `OPTIONS`, and its folder, which no test
-    changes."""
+    """Checkpoints with `OPTIONS`, by the number of ranks."""
 
-    @cache
-    def written_by(size: int) -> Written:
-        folder = tmp_path_factory.mktemp("plain")
-        return pools[size].run(jobs.write_checkpoint, tiny, OPTIONS, str(folder)), folder
+    def write(size: int, folder: Path) -> list[dict[str, Any]]:
+        return pools[size].run(jobs.write_checkpoint, tiny, OPTIONS, str(folder))
 
-    return written_by
+    return written_once(write, tmp_path_factory)
 
 
 def assert_holds(got: dict[str, Any], wanted: dict[str, Any]) -> None:

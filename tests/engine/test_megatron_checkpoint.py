@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from engine.megatron_jobs import state_of
 from engine.megatron_models import sizes
 from engine.pool import Ranks
 from engine.rank_jobs import CONTENTS
+from engine.written import Written, written_once
 from model_merger.directories import assert_same_bits, merge, read
 from transformers import AutoModelForCausalLM
 
@@ -60,22 +61,14 @@ def run(
 
 
 write, load = partial(run, jobs.write_checkpoint), partial(run, jobs.read_checkpoint)
-Written = tuple[list[dict[str, Any]], Path]
 
 
 @pytest.fixture(scope="module")
 def usual(
     pools: dict[int, Ranks], models: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Written]:
-    """What a layout's ranks found when they wrote a checkpoint of qwen2, and its folder, which no test
-    changes."""
-
-    @cache
-    def written_by(layout: str) -> Written:
-        folder = tmp_path_factory.mktemp("usual")
-        return write(pools, models / "qwen2", layout, folder), folder
-
-    return written_by
+    """Checkpoints of qwen2, by layout."""
+    return written_once(partial(write, pools, models / "qwen2"), tmp_path_factory)
 
 
 def steps_of(found: dict[str, Any]) -> set[float]:

@@ -55,7 +55,7 @@ def test_the_page_has_the_figures_that_there_are(tmp_path: Path) -> None:
     assert "| batch plan for 16 devices | 1.5 ms |  |  |  |" in found
     assert "| GRPO step, 0.85M, bf16, 128 x 32 tokens | 0.5 s | TRL 1 s | 2.00 | 0.02 s |" in found
     assert "| the update of that step | 0.3 s |  |  | 0.015 s, 5% of it |" in found
-    assert "Commit abc1234. The machine was quiet." in found
+    assert "Commits: abc1234. The machine was quiet." in found
     assert "Not measured: step, trl-recipe, trl-0.85M-fp32, trl-0.85M-fp32-short-ragged," in found
     (row, _) = benches.of_trl([{**FIGURES["trl-0.85M-bf16"], "ragged": True}])
     assert row.what == "GRPO step, 0.85M, bf16, 128 x up to 32 tokens"
