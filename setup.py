@@ -16,6 +16,7 @@ REQUIRES = [
     "tensordict>=0.11",
     "transformers>=5.0",
     "numpy>=1.26",
+    "threadpoolctl>=3.5",
     "pyarrow>=19",
     "datasets>=4.0",
     "safetensors>=0.5",

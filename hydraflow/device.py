@@ -302,14 +302,19 @@ def cpu_has_bf16() -> bool:
 
 
 @cache
+def mkl_is_slow() -> bool:
+    """Whether MKL, with which torch multiplies float32 matrices, leaves this CPU's AVX-512 unused, as on
+    processors other than Intel's."""
+    described = _cpu_as_described()
+    return "avx512f" in described and "GenuineIntel" not in described
+
+
+@cache
 def onednn_is_faster() -> bool:
-    """Whether oneDNN multiplies float32 matrices faster on this CPU than torch's default, MKL, which leaves
-    AVX-512 unused on processors other than Intel's."""
+    """Whether oneDNN multiplies float32 matrices faster on this CPU than torch's default, MKL."""
     import torch
 
-    described = _cpu_as_described()
-    has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    return has_both and "avx512f" in described and "GenuineIntel" not in described
+    return mkl_is_slow() and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
 
 
 def _cpu_as_described() -> str:

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from hydraflow.models.ask import Ask
 from hydraflow.models.chunks import block_tokens, chunk_slices, equal_slices
-from hydraflow.models.linear import add_product, gains, linear, multiply
+from hydraflow.models.linear import add_product, gains, linear, multiply, multiply_back
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def head_gradients(
     for part in chunk_slices(len(hidden), ctx.work.chunk):
         gradient = gradient_of(part)
         if of_hidden is not None:
-            multiply(gradient, weight.t(), out=of_hidden[part])
+            multiply_back(gradient, weight, out=of_hidden[part])
         if needs_weight:
             of_weight = add_product(of_weight, gradient, hidden[part])
         if needs_bias:

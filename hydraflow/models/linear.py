@@ -2,10 +2,10 @@
 
 torch multiplies float32 matrices with MKL, which leaves AVX-512 unused on processors other than Intel's: 105
 GFLOP/s on a core of an AMD EPYC, where oneDNN, which torch comes with, reaches 240. Its products differ in
-the last bits.
-In: a model as transformers builds it. Out: the same model, whose plain linear layers multiply with the faster
-of the two, as those of Megatron-Core do (`engine/megatron/without_cuda.py`). Small products stay as they are:
-a call of oneDNN takes longer. Left out on purpose: types other than float32, which torch gives to oneDNN
+the last bits. Gradients are products by OpenBLAS where that is faster still (`openblas.py`).
+In: a model as transformers builds it. Out: the same model, whose plain linear layers multiply with the
+fastest of them, as those of Megatron-Core do (`engine/megatron/without_cuda.py`). Small products stay as they
+are: a call of oneDNN takes longer. Left out on purpose: types other than float32, which torch gives to oneDNN
 itself, and products that are not linear layers (attention, experts).
 """
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hydraflow.device import onednn_is_faster, onednn_product
+from hydraflow.models import openblas
 from hydraflow.models.chunks import chunk_slices
 from hydraflow.models.decoding_sizes import LEAST_ROWS
 
@@ -28,7 +29,9 @@ bits (`generation/lean.py`)."""
 MOST_WEIGHTS = 2**25
 """Maximum size of a matrix for oneDNN, which makes a reordered copy of it."""
 COPIED = 2**16
-"""Numbers of a gradient that are copied at a time."""
+"""Numbers of a gradient that are copied at a time for oneDNN."""
+ADDED = 2**20
+"""Numbers of a product that exist before OpenBLAS's are added to a sum; fewer are slower."""
 
 
 class Linear(nn.Linear):
@@ -63,11 +66,23 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tens
     """`linear` of (M, K) into `out` (M, N), without a gradient."""
     if gains(x, weight):
         return out.copy_(onednn_product(x, weight, bias))
+    if weight.numel() > MOST_WEIGHTS and len(x) >= LEAST_ROWS and openblas.suits(x):
+        openblas.product(x, weight.t(), out=out)
+        return out if bias is None else out.add_(bias)
     return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+
+def multiply_back(grad: Tensor, weight: Tensor, *, out: Tensor) -> Tensor:
+    """`grad @ weight`, the gradient of a linear layer's input, into `out`: (M, N) and (N, K) to (M, K)."""
+    if openblas.suits(grad):
+        return openblas.product(grad, weight, out=out)
+    return multiply(grad, weight.t(), out=out)
 
 
 def add_product(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
     """`total + grad.T @ x`, in the memory of `total` (N, K) if there is one: (M, N) and (M, K)."""
+    if openblas.suits(x):
+        return _add_by_openblas(total, grad, x)
     if not _suit(x, grad):
         return grad.t() @ x if total is None else total.addmm_(grad.t(), x)
     (rows, outer), inner = grad.shape, x.shape[1]
@@ -84,6 +99,14 @@ def add_product(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
         else:
             found[part] += product
     return found
+
+
+def _add_by_openblas(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
+    if total is None:
+        return openblas.product(grad.t(), x)
+    for part in chunk_slices(len(total), max(LEAST_INNER, ADDED // x.shape[1])):
+        total[part] += openblas.product(grad[:, part].t(), x)
+    return total
 
 
 def gains(x: Tensor, weight: Tensor) -> bool:
@@ -117,7 +140,9 @@ class _Product(torch.autograd.Function):
         to_x = to_weight = to_bias = None
         grad = grads[0].flatten(0, -2).contiguous()  # (M, N)
         if ctx.needs_input_grad[0]:
-            to_x = onednn_product(grad, weight.t()).view(ctx.shape)
+            by_openblas = openblas.suits(grad)
+            found = openblas.product(grad, weight) if by_openblas else onednn_product(grad, weight.t())
+            to_x = found.view(ctx.shape)
         if ctx.needs_input_grad[1]:
             to_weight = add_product(None, grad, x.flatten(0, -2))
         if ctx.needs_input_grad[2]:

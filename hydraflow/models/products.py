@@ -1,27 +1,32 @@
 """Causal attention by matrix products, a block of queries and a few megabytes of scores at a time.
 
 torch's own CPU kernel takes up to five times as long for bfloat16 rows of a few dozen tokens, most of it in
-the backward pass, and half as long again for rows of a thousand. For float32 rows of 200 to 1,000 tokens it
-takes a fifth to a half longer (one core of an AMD EPYC); shorter ones are faster with it. Scores are computed
-in the forward and again in the backward pass, so that none are kept; keys after a block's last query are left
-out. Scores and probabilities are float32, as in torch's kernel.
+the backward pass, and half as long again for rows of a thousand. In float32 it takes a fifth to a half longer
+for rows of 200 to 1,000 tokens, and with OpenBLAS (`openblas.py`) from 16 tokens on, up to twice as long (one
+core of an AMD EPYC); shorter ones are faster with it. Scores are computed in the forward and again in the
+backward pass, so that none are kept; keys after a block's last query are left out. Scores and probabilities
+are float32, as in torch's kernel.
 
-Legend: B rows, h heads of queries, k heads of keys and values, g = h / k, W tokens of a row, d head
-dimension.
+Legend: B rows, h heads of queries, k heads of keys and values, g = h / k, W tokens of a row, w tokens of a
+block, e keys that it sees, d head dimension.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hydraflow.device import cpu_has_bf16
+from hydraflow.models import openblas
 
 FASTER = {torch.bfloat16: range(1, 2049), torch.float32: range(192, 1025)}
 """Tokens of the rows for which this is faster, measured with one thread."""
+FASTER_BY_OPENBLAS = range(16, 4097)
+"""The same for float32 by OpenBLAS."""
 _BLOCK = 64
 """Queries of a row that are computed together."""
 _SCORE_BYTES = 2 * 2**20
@@ -30,6 +35,8 @@ _SCORE_BYTES = 2 * 2**20
 
 def are_faster(query: Tensor) -> bool:
     """Whether to attend by products: query (B, h, W, d)."""
+    if openblas.suits(query) and query.shape[2] in FASTER_BY_OPENBLAS:
+        return True
     if query.device.type != "cpu" or query.shape[2] not in FASTER.get(query.dtype, ()):
         return False
     return query.dtype != torch.bfloat16 or cpu_has_bf16()
@@ -44,59 +51,75 @@ class AttendByProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tensor:
-        ctx.shapes, ctx.scale, ctx.mask = (q.shape, k.shape, v.shape), scale, mask
-        rows, heads, width, dim = q.shape
-        q = q.reshape(rows * k.shape[1], -1, width, dim)
-        k, v = (x.reshape(-1, width, x.shape[-1]) for x in (k, v))
-        out = q.new_empty(*q.shape[:3], v.shape[-1])
-        for some, block, end in _blocks(q):
-            p = _probabilities(q[some, :, block].flatten(1, 2), k[some, :end], mask[block, :end], scale)
-            out[some, :, block] = torch.bmm(p.to(q.dtype), v[some, :end]).unflatten(1, (q.shape[1], -1))
+        if not openblas.suits(q):
+            q, k, v = (x.contiguous() for x in (q, k, v))  # or torch would copy them block by block
+        q = q.unflatten(1, (k.shape[1], -1))
         ctx.save_for_backward(q, k, v)
-        return out.view(rows, heads, width, -1)
+        ctx.scale, ctx.mask = scale, mask
+        dim = v.shape[-1]
+        out = torch.empty_like(q) if dim == q.shape[-1] else q.new_empty(*q.shape[:-1], dim)
+        for rows, heads, block, seen in _blocks(q):
+            p = _probabilities(q[rows, heads, :, block], k[rows, heads, seen], mask[block, seen], scale)
+            found = _product(p.to(q.dtype), v[rows, heads, seen])
+            out[rows, heads, :, block] = found.unflatten(2, (q.shape[2], -1))
+        return out.flatten(1, 2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v = ctx.saved_tensors
-        mask, (shared, width) = ctx.mask, q.shape[1:3]
-        grad = grads[0].reshape(*q.shape[:3], -1)
+        mask, (shared, width) = ctx.mask, q.shape[2:4]
+        grad = grads[0] if openblas.suits(q) else grads[0].contiguous()
+        grad = grad.unflatten(1, (-1, shared))
         summed = mask.dtype if width > _BLOCK else q.dtype
-        to_q, to_k, to_v = (
-            torch.empty_like(q),
-            torch.empty_like(k, dtype=summed),
-            torch.empty_like(v, dtype=summed),
-        )
-        for some, block, end in _blocks(q):
-            queries, of_out = q[some, :, block].flatten(1, 2), grad[some, :, block].flatten(1, 2)
-            p = _probabilities(queries, k[some, :end], mask[block, :end], ctx.scale)
-            of_v = torch.bmm(p.to(q.dtype).transpose(1, 2), of_out)
-            to_p = torch.bmm(of_out, v[some, :end].transpose(1, 2)).to(p.dtype)
+        to_q = torch.empty_like(q)
+        to_k, to_v = (torch.empty_like(x, dtype=summed) for x in (k, v))
+        for rows, heads, block, seen in _blocks(q):
+            queries, keys, values = q[rows, heads, :, block], k[rows, heads, seen], v[rows, heads, seen]
+            of_out = grad[rows, heads, :, block].flatten(2, 3)
+            p = _probabilities(queries, keys, mask[block, seen], ctx.scale)
+            of_v = _product(p.to(q.dtype).mT, of_out)
+            to_p = _product(of_out, values.mT).to(p.dtype)
             to_scores = torch._softmax_backward_data(to_p, p, -1, p.dtype).mul_(ctx.scale).to(q.dtype)
-            to_q[some, :, block] = torch.bmm(to_scores, k[some, :end]).unflatten(1, (shared, -1))
-            of_k = torch.bmm(to_scores.transpose(1, 2), queries)
-            if end == width:  # the first block
-                to_k[some], to_v[some] = of_k, of_v
+            to_q[rows, heads, :, block] = _product(to_scores, keys).unflatten(2, (shared, -1))
+            of_k = _product(to_scores.mT, queries.flatten(2, 3))
+            if seen.stop == width:  # the first block
+                to_k[rows, heads], to_v[rows, heads] = of_k, of_v
             else:
-                to_k[some, :end] += of_k
-                to_v[some, :end] += of_v
-        of_q, of_k, of_v = ctx.shapes
-        return to_q.view(of_q), to_k.to(k.dtype).view(of_k), to_v.to(v.dtype).view(of_v), None, None
+                to_k[rows, heads, seen] += of_k
+                to_v[rows, heads, seen] += of_v
+        return to_q.flatten(1, 2), to_k.to(k.dtype), to_v.to(v.dtype), None, None
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """(n, m, K, L) and (n, m, L, M) to (n, m, K, M)."""
+    if openblas.suits(a):
+        return openblas.product(a, b)
+    # transposed after merging dimensions: before that, torch copies some transposed matrices of bfloat16
+    batches = (x.flatten(0, 1) if x.stride(-1) == 1 else x.mT.flatten(0, 1).mT for x in (a, b))
+    return torch.bmm(*batches).unflatten(0, a.shape[:2])
 
 
 def _probabilities(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """(n, g * w, e) of w queries and e keys of n heads of keys, in the type of the mask (w, e)."""
+    """(n, m, g w, e) of queries (n, m, g, w, d) and keys (n, m, e, d), in the type of the mask (w, e)."""
+    if openblas.suits(q):
+        scores = openblas.product((q * scale).flatten(2, 3), k.mT)
+        scores.unflatten(2, q.shape[2:4]).add_(mask)
+        return scores.softmax(-1)
     q, k = q.to(mask.dtype), k.to(mask.dtype)
-    mask = mask.repeat(q.shape[1] // len(mask), 1)
-    return torch.baddbmm(mask.expand(len(q), -1, -1), q, k.transpose(1, 2), alpha=scale).softmax(-1)
+    mask = mask.repeat(q.shape[2], 1).expand(q.shape[0] * q.shape[1], -1, -1)
+    scores = torch.baddbmm(mask, q.flatten(0, 1).flatten(1, 2), k.flatten(0, 1).mT, alpha=scale)
+    return scores.softmax(-1).unflatten(0, q.shape[:2])
 
 
-def _blocks(q: Tensor) -> Iterator[tuple[slice, slice, int]]:
-    """Heads of keys and queries that are computed at a time, and the number of keys that these queries see;
-    each head's last queries first. q: (n, g, W, d)."""
-    count, shared, width, _ = q.shape
-    heads = max(1, _SCORE_BYTES // (4 * shared * min(width, _BLOCK) * width))
-    starts = range(0, width, _BLOCK)[::-1]
-    for first in range(0, count, heads):
-        for start in starts:
+def _blocks(q: Tensor) -> Iterator[tuple[slice, slice, slice, slice]]:
+    """Rows, heads of keys, queries of each that are computed at a time, and the keys that these queries see;
+    a row's last queries first. q: (B, k, g, W, d)."""
+    count, heads, shared, width, _ = q.shape
+    of_head = 4 * shared * min(width, _BLOCK) * width
+    rows_at_a_time = max(1, _SCORE_BYTES // (of_head * heads))
+    heads_at_a_time = max(1, _SCORE_BYTES // of_head)
+    for row, head in product(range(0, count, rows_at_a_time), range(0, heads, heads_at_a_time)):
+        for start in range(0, width, _BLOCK)[::-1]:
             end = min(width, start + _BLOCK)
-            yield slice(first, first + heads), slice(start, end), end
+            rows, of_keys = slice(row, row + rows_at_a_time), slice(head, head + heads_at_a_time)
+            yield rows, of_keys, slice(start, end), slice(end)

@@ -1,5 +1,5 @@
-"""Products by oneDNN: right to float32's rounding, with the bits that sampling relies on, and only where they
-suit."""
+"""Products by oneDNN, and gradients by OpenBLAS: right to float32's rounding, with the bits that sampling
+relies on, and only where they suit."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from hydraflow.models import linear as products
+from hydraflow.models import openblas
 from hydraflow.models.adapters import is_linear
-from hydraflow.models.linear import Linear, add_product, linear, multiply, speed_up_linears
+from hydraflow.models.linear import (
+    Linear,
+    add_product,
+    linear,
+    multiply,
+    multiply_back,
+    speed_up_linears,
+)
 
 SIZES = [(128, 128), (128, 384), (512, 300), (300, 512)]
 """(K, N)."""
@@ -19,7 +27,8 @@ SIZES = [(128, 128), (128, 384), (512, 300), (300, 512)]
 
 @pytest.fixture(autouse=True)
 def on_any_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
-    """oneDNN multiplies, wherever this runs; gives the matrices that it was given."""
+    """oneDNN multiplies, wherever this runs, and OpenBLAS does not; gives the matrices that oneDNN was
+    given."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
     found: list[Tensor] = []
@@ -31,7 +40,15 @@ def on_any_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
     real = products.onednn_product
     monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
     monkeypatch.setattr(products, "onednn_product", product)
+    monkeypatch.setattr(openblas, "is_faster", lambda: False)
     yield found
+
+
+@pytest.fixture(params=["oneDNN", "OpenBLAS"])
+def gradients_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The library that computes gradients."""
+    monkeypatch.setattr(openblas, "is_faster", lambda: request.param == "OpenBLAS")
+    return request.param
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -41,7 +58,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("inner", "outer"), SIZES)
 def test_values_and_gradients_are_those_of_float64(
-    inner: int, outer: int, with_bias: bool, on_any_cpu: list[Tensor]
+    inner: int, outer: int, with_bias: bool, on_any_cpu: list[Tensor], gradients_by: str
 ) -> None:
     given = [drawn(3, 40, inner), drawn(outer, inner, seed=1)]
     given += [drawn(outer, seed=2)] if with_bias else []
@@ -50,7 +67,7 @@ def test_values_and_gradients_are_those_of_float64(
     # a gradient with strides of 0, as that of a sum
     for layer, one in ((linear, found), (nn.functional.linear, exact)):
         (layer(*one) * one[0].mean() + layer(*one)[:, :1].expand(-1, 40, -1)).sum().backward()
-    assert len(on_any_cpu) >= 4, "two forward passes and their gradients"
+    assert len(on_any_cpu) >= 4 if gradients_by == "oneDNN" else len(on_any_cpu) == 2, "two forward passes"
     for mine, wanted in zip(found, exact, strict=True):
         assert mine.grad is not None and wanted.grad is not None
         apart = (mine.grad - wanted.grad).abs().max() / wanted.grad.abs().max()
@@ -58,19 +75,45 @@ def test_values_and_gradients_are_those_of_float64(
     torch.testing.assert_close(linear(*given), nn.functional.linear(*given), rtol=0, atol=2e-4)
 
 
-def test_products_into_memory_and_sums_of_products() -> None:
+@pytest.mark.parametrize("added", [2**20, 1])
+def test_products_into_memory_and_sums_of_products(
+    added: int, gradients_by: str, on_any_cpu: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "ADDED", added)  # 1: in two parts
     x, weight, bias = drawn(64, 128), drawn(256, 128, seed=1), drawn(256, seed=2)
     out = torch.empty(64, 256)
     assert multiply(x, weight, bias, out=out) is out
     torch.testing.assert_close(out, x @ weight.t() + bias, rtol=0, atol=1e-4)
     torch.testing.assert_close(multiply(x, weight, out=out), x @ weight.t(), rtol=0, atol=1e-4)
-    torch.testing.assert_close(
-        multiply(out, weight.t(), out=torch.empty(64, 128)), out @ weight, rtol=1e-5, atol=1e-3
-    )
+    by_onednn = len(on_any_cpu)
+    back = torch.empty(64, 128)
+    assert multiply_back(out, weight, out=back) is back
+    torch.testing.assert_close(back, out @ weight, rtol=1e-5, atol=1e-3)
     first = add_product(None, out, x)
     total = add_product(first, out, x)
     assert total is first
     torch.testing.assert_close(total, 2 * out.t() @ x, rtol=1e-5, atol=1e-2)
+    assert (len(on_any_cpu) == by_onednn) == (gradients_by == "OpenBLAS")
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_matrix_too_large_for_onednn_is_multiplied_by_openblas(
+    with_bias: bool, on_any_cpu: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight, out = drawn(64, 128), drawn(256, 128, seed=1), torch.empty(64, 256)
+    bias = drawn(256, seed=2) if with_bias else None
+    monkeypatch.setattr(products, "MOST_WEIGHTS", weight.numel() - 1)
+    real, multiplied = openblas.product, []
+    monkeypatch.setattr(
+        openblas, "product", lambda *given, **named: multiplied.append(given) or real(*given, **named)
+    )
+    wanted = nn.functional.linear(x, weight, bias)
+    torch.testing.assert_close(multiply(x, weight, bias, out=out), wanted, rtol=0, atol=1e-4)
+    assert not multiplied
+    monkeypatch.setattr(openblas, "is_faster", lambda: True)
+    torch.testing.assert_close(multiply(x, weight, bias, out=out), wanted, rtol=0, atol=1e-4)
+    multiply(x[:15], weight, bias, out=out[:15])
+    assert len(multiplied) == 1 and not on_any_cpu, "a few rows are multiplied by torch"
 
 
 @pytest.mark.parametrize(("inner", "outer"), [*SIZES, (896, 1200), (128, 136)])

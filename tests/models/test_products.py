@@ -6,10 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hydraflow.models import products
+from hydraflow.models import openblas, products
 from hydraflow.models.attention import attend_rows, plan_rows
 
 HEADS, DIM = 4, 8
+
+
+@pytest.fixture(autouse=True)
+def without_openblas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openblas, "is_faster", lambda: False)
 
 
 def leaves(rows: int, width: int, kv: int) -> list[torch.Tensor]:
@@ -71,9 +76,14 @@ def test_rows_in_bfloat16_are_as_exact_as_in_torchs_kernel(
     assert ours != theirs, "both were computed in the same way"
 
 
-def test_long_rows_in_float32_are_as_exact_as_in_torchs_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("by_openblas", [False, True])
+def test_rows_in_float32_are_as_exact_as_in_torchs_kernel(
+    by_openblas: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And the longest row of a group has the same bits alone."""
-    long = products.FASTER[torch.float32][0]
+    monkeypatch.setattr(openblas, "is_faster", lambda: by_openblas)
+    long = products.FASTER_BY_OPENBLAS[0] if by_openblas else products.FASTER[torch.float32][0]
     lengths = [long, 5, long, long + 70, 40]
     draw = torch.Generator().manual_seed(1)
     exact = [torch.randn(sum(lengths), heads, 32, generator=draw, dtype=torch.float64) for heads in (4, 2, 2)]
@@ -83,7 +93,7 @@ def test_long_rows_in_float32_are_as_exact_as_in_torchs_kernel(monkeypatch: pyte
         here = slice(sum(lengths[:first]), sum(lengths[:last]))
         tensors = [one[here].to(dtype).requires_grad_() for one in exact]
         plan = plan_rows(torch.tensor(lengths[first:last]).numpy(), torch.device("cpu"))
-        out = attend_rows(*tensors, plan, None, None)
+        out = attend_rows(*tensors, plan, None, window)
         return [out.detach(), *torch.autograd.grad(out, tensors, grad[here].to(dtype))]
 
     def errors(dtype: torch.dtype) -> list[float]:
@@ -93,7 +103,7 @@ def test_long_rows_in_float32_are_as_exact_as_in_torchs_kernel(monkeypatch: pyte
     whole, alone = found(torch.float32), found(torch.float32, 3, 4)
     assert all(torch.equal(a[-long - 110 : -40], b) for a, b in zip(whole, alone, strict=True))
     ours = errors(torch.float32)
-    monkeypatch.setattr(products, "FASTER", {})
+    monkeypatch.setattr(products, "are_faster", lambda query: False)
     theirs = errors(torch.float32)
     assert max(ours) < 1e-6 and all(a < 1.3 * b for a, b in zip(ours, theirs, strict=True)), (ours, theirs)
     assert ours != theirs, "both were computed in the same way"
@@ -112,3 +122,7 @@ def test_only_rows_in_bfloat16_on_a_cpu_that_multiplies_in_it_and_long_ones_in_f
     assert not on(torch.bfloat16, 8, "meta") and not on(torch.float64, 256)
     monkeypatch.setattr(products, "cpu_has_bf16", lambda: False)
     assert not on(torch.bfloat16, 8) and on(torch.float32, 256)
+    monkeypatch.setattr(openblas, "is_faster", lambda: True)
+    assert on(torch.float32, 16) and on(torch.float32, 4096) and not on(torch.bfloat16, 256)
+    assert not on(torch.float32, 15) and not on(torch.float32, 4097)
+    assert not on(torch.float64, 256) and not on(torch.float32, 256, "meta")

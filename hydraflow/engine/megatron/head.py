@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from hydraflow.models.ask import Ask
 from hydraflow.models.chunks import chunk_slices
 from hydraflow.models.fused_head import several
-from hydraflow.models.linear import add_product, linear, multiply
+from hydraflow.models.linear import add_product, linear, multiply_back
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class VocabularyParallelHead(torch.autograd.Function):
                 gradient.mul_(-wanted - of_entropy * (every + entropies[part, None]))
             gradient.scatter_add_(-1, column, of_targets.where(is_here, 0.0))
             narrow = gradient.div_(ask.temperature).to(hidden.dtype)
-            multiply(narrow, weight.t(), out=of_hidden[part])
+            multiply_back(narrow, weight, out=of_hidden[part])
             add_product(of_weight, narrow, hidden[part])
         return of_hidden, of_weight, None, None, None
 
