@@ -149,9 +149,9 @@ class FSDPConfig:
     offload_policy: bool = free(False)
     """Keep sharded weights, gradients and optimizer state in host memory even during training (fully_shard's
     CPU offload policy): each layer is copied to the device at every use, and AdamW runs on the CPU."""
-    head_chunk_tokens: int = free(2048, ge=1)
+    head_chunk_tokens: int = free(8192, ge=1)
     """Chunk size, in tokens, in which logits are computed for log-probabilities. A chunk's float32 logits are
-    limited to 512 MiB, so with a vocabulary above 65 536 a chunk is smaller than 2048 tokens. If all tokens
+    limited to 512 MiB, so with a vocabulary above 16 384 a chunk is smaller than 8192 tokens. If all tokens
     fit into one chunk, logits are computed once; otherwise (and for models that post-process their logits)
     they are recomputed in the backward pass."""
     wrap_policy: WrapPolicyConfig = free(factory=WrapPolicyConfig)
@@ -263,7 +263,7 @@ class MegatronConfig:
     dtype: str = option("auto", choices=("auto", "fp32", "bf16"))
     """Dtype of the weights and of the forward and backward pass; auto: bf16 if the device supports it, else
     fp32. For bf16 weights the optimizer also keeps fp32 copies."""
-    head_chunk_tokens: int = free(2048, ge=1)
+    head_chunk_tokens: int = free(8192, ge=1)
     """Chunk size, in tokens, in which logits are computed for log-probabilities; smaller with a large
     vocabulary, as in fsdp_config."""
     override_transformer_config: dict[str, Any] = option(
