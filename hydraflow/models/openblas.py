@@ -10,11 +10,13 @@ because OpenBLAS would have threads of its own, and computes a batch of small pr
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from hydraflow.device import mkl_is_slow
 
@@ -49,9 +51,12 @@ def suits(x: Tensor) -> bool:
 
 
 def product(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """`a @ b`, (..., M, K) and (..., K, N) to (..., M, N), on a CPU and without a gradient."""
+    """`a @ b`, (..., M, K) and (..., K, N) to (..., M, N), on a CPU and without a gradient. In torch's
+    profiles `openblas::mm`, or `openblas::bmm` with batches."""
     found = a.new_empty(*a.shape[:-1], b.shape[-1]) if out is None else out
-    np.matmul(_array(a), _array(b), out=_array(found))
+    name = "openblas::mm" if a.ndim == 2 else "openblas::bmm"
+    with record_function(name) if torch.autograd._profiler_enabled() else nullcontext():
+        np.matmul(_array(a), _array(b), out=_array(found))
     return found
 
 

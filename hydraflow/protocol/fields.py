@@ -81,6 +81,7 @@ GENERATION = {
         "log-probability of each token in the generation engine, at its temperature, before top-k and top-p",
     ),
     "lengths": Field("int32", ROW, "tokens of prompt and response; mini-batches are balanced by it"),
+    "prompt_lengths": Field("int32", ROW, "tokens of the prompt, which a rank computes once for its samples"),
     "versions": Field(
         "int32", ROW, "version of the weights that sampled the tokens: number of training steps"
     ),

@@ -55,11 +55,13 @@ def cut_mini_batches(
     *,
     balance: bool,
     shuffle_key: tuple[int, ...] | None,
+    prompt_lengths: np.ndarray | None = None,
 ) -> MiniBatches:
     """Mini-batches of `plan.mini_batch_prompts` whole groups; the last may have fewer.
 
     `lengths` (S,) tokens of each row, `groups` (S,) its group, any integers in any order. `shuffle_key` seeds
-    the shuffle of the groups; None keeps the order in which they first appear.
+    the shuffle of the groups; None keeps the order in which they first appear. `prompt_lengths` (S,) how many
+    of a row's tokens are its prompt; None: all rows of a group should be on one rank.
 
     >>> from hydraflow.batch_plan.parts import MicroPlan
     >>> plan = RolePlan(2, 1, 2, 1, 1, False, MicroPlan(1, None), optimizer_steps_per_step=2)
@@ -69,7 +71,8 @@ def cut_mini_batches(
     """
     per_rank: list[list[np.ndarray]] = [[] for _ in range(plan.data_ranks)]
     for rows in _whole_groups(groups, plan.mini_batch_prompts, shuffle_key):
-        for rank, part in enumerate(_split_over_ranks(rows, lengths, groups, plan.data_ranks, balance)):
+        costs = _Costs(lengths, groups, prompt_lengths)
+        for rank, part in enumerate(_split_over_ranks(rows, costs, plan.data_ranks, balance)):
             per_rank[rank].append(part)
     order = np.concatenate([part for parts in per_rank for part in parts])
     live = order >= 0
@@ -90,16 +93,41 @@ def _whole_groups(groups: np.ndarray, each: int, shuffle_key: tuple[int, ...] | 
     return np.split(rows, ends)
 
 
-def _split_over_ranks(
-    rows: np.ndarray, lengths: np.ndarray, groups: np.ndarray, ranks: int, balance: bool
-) -> list[np.ndarray]:
+@dataclass(frozen=True)
+class _Costs:
+    """What rows cost a rank, in tokens; a rank computes a prompt only once for its samples there."""
+
+    lengths: np.ndarray
+    groups: np.ndarray
+    prompt_lengths: np.ndarray | None
+
+    def of_rank(self, rows: np.ndarray) -> int:
+        """Tokens that a rank computes for these rows; -1 is no row."""
+        rows = rows[rows >= 0]
+        assert self.prompt_lengths is not None
+        prompts = self.prompt_lengths[rows]
+        first = np.unique(self.groups[rows], return_index=True)[1]
+        return int(self.lengths[rows].sum() - prompts.sum() + prompts[first].sum())
+
+
+def _split_over_ranks(rows: np.ndarray, costs: _Costs, ranks: int, balance: bool) -> list[np.ndarray]:
     """Equally many rows for each rank, padded with -1. Groups stay whole if they have equal sizes and their
-    number is divisible by `ranks`, because a rank computes a prompt only once for its samples there."""
+    number is divisible by `ranks`, unless dividing them leaves the rank with the most tokens fewer."""
     filled = np.concatenate([rows, np.full(-len(rows) % ranks, -1)])
     if not balance or ranks == 1:
         return np.split(filled, ranks)
-    sizes = np.unique(groups[rows], return_counts=True)[1]
-    together = len(set(sizes.tolist())) == 1 and len(sizes) % ranks == 0
-    units = filled.reshape(-1, sizes[0] if together else 1)
+    divided = _level(filled, 1, costs.lengths, ranks)
+    sizes = np.unique(costs.groups[rows], return_counts=True)[1]
+    if len(set(sizes.tolist())) > 1 or len(sizes) % ranks:
+        return divided
+    whole = _level(filled, sizes[0], costs.lengths, ranks)
+    if costs.prompt_lengths is None:
+        return whole
+    return min(whole, divided, key=lambda parts: max(map(costs.of_rank, parts)))
+
+
+def _level(filled: np.ndarray, each: int, lengths: np.ndarray, ranks: int) -> list[np.ndarray]:
+    """Rows in units of `each` neighbours, dealt out to ranks with nearly equal total lengths."""
+    units = filled.reshape(-1, each)
     weights = np.where(units < 0, 0, lengths[units]).sum(1)
     return [units[sorted(part)].reshape(-1) for part in equal_size_partitions(weights, ranks)]

@@ -31,6 +31,9 @@ class StepPhase:
 
 
 MODEL_INPUTS = ("prompts", "responses", "response_mask")
+LENGTHS = ("lengths", "prompt_lengths")
+"""Columns that the controller reads to cut mini-batches. A source other than the run's own generation may
+lack the second."""
 SAMPLED = (
     "responses",
     "response_mask",
@@ -95,7 +98,9 @@ def _all_phases(config: PPOConfig) -> tuple[StepPhase, ...]:
             (),
             ("prompts", "group", "sample", "data_source", "reward_model", "extra_info"),
         ),
-        StepPhase("generate", "RolloutWorker, generation/", ("prompts",), (*SAMPLED, *sampled)),
+        StepPhase(
+            "generate", "RolloutWorker, generation/", ("prompts",), (*SAMPLED, "prompt_lengths", *sampled)
+        ),
         StepPhase(
             "score",
             "RewardWorker, rewards/",
@@ -117,11 +122,11 @@ def _all_phases(config: PPOConfig) -> tuple[StepPhase, ...]:
             ("prompts", "response_mask", "group", "sample", "finish_reason", *values, *in_reward),
             ("token_level_rewards", "advantages", "returns"),
         ),
-        StepPhase("critic", "CriticWorker, engine/", (*MODEL_INPUTS, "values", "returns", "lengths")),
+        StepPhase("critic", "CriticWorker, engine/", (*MODEL_INPUTS, "values", "returns", *LENGTHS)),
         StepPhase(
             "actor",
             "ActorWorker, engine/",
-            (*MODEL_INPUTS, "old_log_probs", "advantages", *in_loss, "lengths"),
+            (*MODEL_INPUTS, "old_log_probs", "advantages", *in_loss, *LENGTHS),
         ),
         StepPhase("sync", "RolloutWorker, generation/", ()),
     )

@@ -32,7 +32,14 @@ from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.generations import GenerationDump, read_scored
 from hydraflow.trainer.mini_batches import cut_mini_batches, dispatched
-from hydraflow.trainer.phases import old_from, rollout_is_exact, sampled_too, score_columns, step_phases
+from hydraflow.trainer.phases import (
+    LENGTHS,
+    old_from,
+    rollout_is_exact,
+    sampled_too,
+    score_columns,
+    step_phases,
+)
 from hydraflow.trainer.roles import Roles
 from hydraflow.trainer.source import Trajectories, TrajectorySource, check_failures, checked, scores_of
 from hydraflow.trainer.timing import PhaseTimer
@@ -96,7 +103,7 @@ class PPOTrainer:
                 with self.runtime.interruptible(interrupt):  # reward functions may sleep or hang
                     with phase("gen"):
                         taken = checked(self.source.take(step), self.sampled_too)
-                    known = self.runtime.fetch(columns(taken.rows, ["lengths", "group", "versions"]))
+                    known = self.runtime.fetch(columns(taken.rows, [*lengths_of(taken.rows), "versions"]))
                     taken.rows.columns |= RemoteBatch.from_local(known).columns  # held here from now on
                     batch = self.experience(taken, step)
             except BaseException:
@@ -281,15 +288,17 @@ class PPOTrainer:
         self, batch: RemoteBatch, names: Sequence[str], plan: RolePlan, step: int
     ) -> RemoteBatch:
         """These columns of the batch, split into the role's mini-batches and data ranks."""
-        known = self.runtime.fetch(columns(batch, ["lengths", "group"]))
+        known = self.runtime.fetch(columns(batch, lengths_of(batch)))
+        prompts = known.get("prompt_lengths").numpy() if "prompt_lengths" in known.keys() else None
         cut = cut_mini_batches(
             known.get("lengths").numpy(),
             known.get("group").numpy(),
             plan,
             balance=self.config.trainer.balance_batch,
+            prompt_lengths=prompts,
             shuffle_key=(self.config.trainer.seed, step) if plan.shuffle else None,
         )
-        return dispatched(columns(batch, [name for name in names if name != "lengths"]), cut, plan)
+        return dispatched(columns(batch, [name for name in names if name not in LENGTHS]), cut, plan)
 
     def restore(self, entropy: dict[str, float]) -> None:
         """Restores the controller of the entropy bonus from a checkpoint; empty: it had none."""
@@ -360,6 +369,11 @@ def teacher_of(source: str, teachers: Collection[str]) -> str | None:
     ('gsm8k', None)
     """
     return source if source in teachers else "default" if "default" in teachers else None
+
+
+def lengths_of(batch: RemoteBatch) -> list[str]:
+    """The columns by which mini-batches are cut, as far as the batch has them."""
+    return ["group", *(name for name in LENGTHS if name in batch.keys())]
 
 
 def columns(batch: RemoteBatch, names: Sequence[str]) -> RemoteBatch:

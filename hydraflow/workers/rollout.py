@@ -420,10 +420,10 @@ def _trajectories(
     prompts: torch.Tensor, samples: Sequence[int], output: GenerationOutput, version: int, replica: int
 ) -> DataProto:
     """Columns of `samples[i]` trajectories for each prompt i; `lengths` (B,) int32 counts prompt and
-    response."""
+    response, `prompt_lengths` the prompt alone."""
     values, response_lengths = parts(output.responses)
     repeated = take(prompts, np.repeat(np.arange(len(samples)), samples))
-    lengths = parts(repeated)[1] + response_lengths
+    prompt_lengths = parts(repeated)[1]
     routed = {} if output.routed_experts is None else {"routed_experts": output.routed_experts}
     return DataProto.from_dict(
         tensors=routed
@@ -432,9 +432,10 @@ def _trajectories(
             "responses": output.responses,
             "response_mask": from_parts(torch.ones_like(values), response_lengths),
             "rollout_log_probs": output.log_probs,
-            "lengths": lengths.to(torch.int32),
-            "versions": torch.full((len(lengths),), version, dtype=torch.int32),
-            "replica": torch.full((len(lengths),), replica, dtype=torch.int32),
+            "lengths": (prompt_lengths + response_lengths).to(torch.int32),
+            "prompt_lengths": prompt_lengths.to(torch.int32),
+            "versions": torch.full((len(repeated),), version, dtype=torch.int32),
+            "replica": torch.full((len(repeated),), replica, dtype=torch.int32),
             "finish_reason": torch.tensor(
                 [FINISH_REASONS.index(reason) for reason in output.finish_reason], dtype=torch.int8
             ),

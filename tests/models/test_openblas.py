@@ -39,6 +39,14 @@ def test_a_product_of_any_strides_is_that_of_float64(a: Tensor, b: Tensor) -> No
     torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_products_are_in_torchs_profiles() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        openblas.product(drawn(2, 3), drawn(3, 4))
+        openblas.product(drawn(5, 2, 3), drawn(5, 3, 4))
+    named = [event.name for event in profiled.events() if event.name.startswith("openblas")]
+    assert named == ["openblas::mm", "openblas::bmm"]
+
+
 def test_storage_stays_resizable_and_a_parameter_may_be_given() -> None:
     """FSDP frees the storage of gathered weights."""
     weight, x = torch.nn.Parameter(drawn(3, 7)), drawn(7, 2)

@@ -57,6 +57,24 @@ def test_balancing_pairs_long_rows_with_short_ones() -> None:
     assert lengths[first].sum() == lengths[second].sum() == 10
 
 
+@pytest.mark.parametrize(
+    ("prompt", "heaviest"),
+    [(1, 11), (9, 24)],  # whole 15 tokens and a prompt, against 3; divided 9 and two prompts each
+)
+def test_groups_are_divided_where_a_prompt_computed_twice_costs_less_than_a_longer_rank(
+    prompt: int, heaviest: int
+) -> None:
+    """Responses of 7 and 8 tokens to one prompt, of 2 and 1 to the other, on two ranks."""
+    responses = np.array([7, 8, 2, 1])
+    prompts, groups = np.full(4, prompt), equal_groups(4, 2)
+    cut = cut_mini_batches(
+        responses + prompts, groups, plan_of(2, 2, 2), balance=True, shuffle_key=None, prompt_lengths=prompts
+    )
+    parts = np.split(cut.order, 2)
+    tokens = [responses[rows].sum() + prompt * len(set(groups[rows])) for rows in parts]
+    assert max(tokens) == heaviest
+
+
 @pytest.mark.parametrize("balance", [False, True])
 @given(
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=12),
