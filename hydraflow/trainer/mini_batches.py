@@ -61,7 +61,7 @@ def cut_mini_batches(
 
     `lengths` (S,) tokens of each row, `groups` (S,) its group, any integers in any order. `shuffle_key` seeds
     the shuffle of the groups; None keeps the order in which they first appear. `prompt_lengths` (S,) how many
-    of a row's tokens are its prompt; None: all rows of a group should be on one rank.
+    of a row's tokens are its prompt; None, or micro-batches of whole groups: a group should be on one rank.
 
     >>> from hydraflow.batch_plan.parts import MicroPlan
     >>> plan = RolePlan(2, 1, 2, 1, 1, False, MicroPlan(1, None), optimizer_steps_per_step=2)
@@ -70,8 +70,8 @@ def cut_mini_batches(
     ([0, 1, 2, 1], [1, 1], [True, True, True, False])
     """
     per_rank: list[list[np.ndarray]] = [[] for _ in range(plan.data_ranks)]
+    costs = _Costs(lengths, groups, prompt_lengths if plan.micro.unit == 1 else None)
     for rows in _whole_groups(groups, plan.mini_batch_prompts, shuffle_key):
-        costs = _Costs(lengths, groups, prompt_lengths)
         for rank, part in enumerate(_split_over_ranks(rows, costs, plan.data_ranks, balance)):
             per_rank[rank].append(part)
     order = np.concatenate([part for parts in per_rank for part in parts])
