@@ -4,8 +4,8 @@ In: query, key and value of shape (1, heads, N, d) and a `RowPlan` with the row 
 d). `register_attention()` makes it known to transformers; models are then built with
 `attn_implementation=NAME`. On a CPU (or a GPU without variable-length kernels, or in float32) rows of similar
 length form one right-padded block, which needs no mask tensor, so that each block is one fast call. On a CPU,
-bfloat16 and long rows in float32 use plain matrix products (`products.py`). Left out on purpose: dropout,
-attention soft-capping and sinks (those models take the padded path).
+bfloat16, and float32 from a number of tokens on, use plain matrix products (`products.py`). Left out on
+purpose: dropout, attention soft-capping and sinks (those models take the padded path).
 """
 
 from __future__ import annotations

@@ -2,11 +2,12 @@
 
 torch multiplies float32 matrices with MKL, which leaves AVX-512 unused on processors other than Intel's: 105
 GFLOP/s on a core of an AMD EPYC, where oneDNN, which torch comes with, reaches 240. Its products differ in
-the last bits. Gradients are products by OpenBLAS where that is faster still (`openblas.py`).
+the last bits. Gradients, and products with matrices that are too large for oneDNN, are computed by OpenBLAS
+where it is faster (`openblas.py`).
 In: a model as transformers builds it. Out: the same model, whose plain linear layers multiply with the
 fastest of them, as those of Megatron-Core do (`engine/megatron/without_cuda.py`). Small products stay as they
 are: a call of oneDNN takes longer. Left out on purpose: types other than float32, which torch gives to oneDNN
-itself, and products that are not linear layers (attention, experts).
+itself, attention (`products.py`), and other products that are not linear layers (experts).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MOST_WEIGHTS = 2**25
 COPIED = 2**16
 """Numbers of a gradient that are copied at a time for oneDNN."""
 ADDED = 2**20
-"""Numbers of a product that exist before OpenBLAS's are added to a sum; fewer are slower."""
+"""Numbers of a product by OpenBLAS that are computed before they are added to a sum; fewer are slower."""
 
 
 class Linear(nn.Linear):
@@ -72,11 +73,12 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tens
     return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
-def multiply_back(grad: Tensor, weight: Tensor, *, out: Tensor) -> Tensor:
-    """`grad @ weight`, the gradient of a linear layer's input, into `out`: (M, N) and (N, K) to (M, K)."""
+def multiply_back(grad: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """`grad @ weight`, the gradient of a linear layer's input, into `out` if it is given: (M, N) and (N, K)
+    to (M, K)."""
     if openblas.suits(grad):
         return openblas.product(grad, weight, out=out)
-    return multiply(grad, weight.t(), out=out)
+    return onednn_product(grad, weight.t()) if out is None else multiply(grad, weight.t(), out=out)
 
 
 def add_product(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
@@ -104,7 +106,7 @@ def add_product(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
 def _add_by_openblas(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
     if total is None:
         return openblas.product(grad.t(), x)
-    for part in chunk_slices(len(total), max(LEAST_INNER, ADDED // x.shape[1])):
+    for part in chunk_slices(len(total), max(LEAST_INNER, ADDED // max(1, x.shape[1]))):
         total[part] += openblas.product(grad[:, part].t(), x)
     return total
 
@@ -140,9 +142,7 @@ class _Product(torch.autograd.Function):
         to_x = to_weight = to_bias = None
         grad = grads[0].flatten(0, -2).contiguous()  # (M, N)
         if ctx.needs_input_grad[0]:
-            by_openblas = openblas.suits(grad)
-            found = openblas.product(grad, weight) if by_openblas else onednn_product(grad, weight.t())
-            to_x = found.view(ctx.shape)
+            to_x = multiply_back(grad, weight).view(ctx.shape)
         if ctx.needs_input_grad[1]:
             to_weight = add_product(None, grad, x.flatten(0, -2))
         if ctx.needs_input_grad[2]:

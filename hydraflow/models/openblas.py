@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,16 +34,24 @@ def is_faster() -> bool:
 
 @cache
 def _uses_avx512() -> bool:
+    if not mkl_is_slow() or "openblas" not in _library_of_numpy():
+        return False
     try:
         from threadpoolctl import ThreadpoolController
     except ImportError:  # scripts/gpu_check.sh needs few packages
         return False
     loaded = ThreadpoolController().select(internal_api="openblas")
     kernels = [library["architecture"] for library in loaded.info()]
-    if not (mkl_is_slow() and kernels and all(name in AVX512 for name in kernels)):
+    if not kernels or any(name not in AVX512 for name in kernels):
         return False
     loaded.limit(limits=1)
     return True
+
+
+def _library_of_numpy() -> str:
+    """Name of the library with which numpy was built to multiply; conda's numpy says only "blas"."""
+    built: Any = np.show_config(mode="dicts")
+    return built["Build Dependencies"]["blas"]["name"]
 
 
 def suits(x: Tensor) -> bool:
@@ -55,7 +64,9 @@ def product(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
     profiles `openblas::mm`, or `openblas::bmm` with batches."""
     found = a.new_empty(*a.shape[:-1], b.shape[-1]) if out is None else out
     name = "openblas::mm" if a.ndim == 2 else "openblas::bmm"
-    with record_function(name) if torch.autograd._profiler_enabled() else nullcontext():
+    assert a.dtype == b.dtype == found.dtype, (a.dtype, b.dtype, found.dtype)
+    profiled = record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
+    with profiled, np.errstate(all="ignore"):  # as torch, which reports neither overflow nor NaN
         np.matmul(_array(a), _array(b), out=_array(found))
     return found
 

@@ -13,8 +13,8 @@ block, e keys that it sees, d head dimension.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from itertools import product
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ from hydraflow.models import openblas
 
 FASTER = {torch.bfloat16: range(1, 2049), torch.float32: range(192, 1025)}
 """Tokens of the rows for which this is faster, measured with one thread."""
-FASTER_BY_OPENBLAS = range(16, 4097)
-"""The same for float32 by OpenBLAS."""
+FASTER_BY_OPENBLAS = range(16, 2049)
+"""The same for float32 by OpenBLAS. Longer rows are faster as well, but need a mask of 64 MiB."""
 _BLOCK = 64
 """Queries of a row that are computed together."""
 _SCORE_BYTES = 2 * 2**20
@@ -118,7 +118,7 @@ def _blocks(q: Tensor) -> Iterator[tuple[slice, slice, slice, slice]]:
     of_head = 4 * shared * min(width, _BLOCK) * width
     rows_at_a_time = max(1, _SCORE_BYTES // (of_head * heads))
     heads_at_a_time = max(1, _SCORE_BYTES // of_head)
-    for row, head in product(range(0, count, rows_at_a_time), range(0, heads, heads_at_a_time)):
+    for row, head in itertools.product(range(0, count, rows_at_a_time), range(0, heads, heads_at_a_time)):
         for start in range(0, width, _BLOCK)[::-1]:
             end = min(width, start + _BLOCK)
             rows, of_keys = slice(row, row + rows_at_a_time), slice(head, head + heads_at_a_time)

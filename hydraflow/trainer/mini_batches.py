@@ -1,14 +1,15 @@
 """Which trajectories share an optimizer step, and which data rank gets them. The controller decides, from
 lengths and groups alone.
 
-In: length and group of each row, and the role's plan. Out: one order of the step's rows. Mini-batches are cut
-in the order of the groups (shuffled by seed if asked) before rows are split over ranks; balancing moves rows
-only inside one mini-batch. So what is in a mini-batch does not depend on the number of ranks.
+In: lengths and group of each row, and the role's plan. Out: one order of the step's rows. Mini-batches are
+cut in the order of the groups (shuffled by seed if asked) before rows are split over ranks; balancing moves
+rows only inside one mini-batch. So what is in a mini-batch does not depend on the number of ranks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -61,7 +62,7 @@ def cut_mini_batches(
 
     `lengths` (S,) tokens of each row, `groups` (S,) its group, any integers in any order. `shuffle_key` seeds
     the shuffle of the groups; None keeps the order in which they first appear. `prompt_lengths` (S,) how many
-    of a row's tokens are its prompt; None, or micro-batches of whole groups: a group should be on one rank.
+    of a row's tokens are its prompt; None keeps groups of equal size whole wherever that is possible.
 
     >>> from hydraflow.batch_plan.parts import MicroPlan
     >>> plan = RolePlan(2, 1, 2, 1, 1, False, MicroPlan(1, None), optimizer_steps_per_step=2)
@@ -69,10 +70,13 @@ def cut_mini_batches(
     >>> cut.order.tolist(), cut.rows_per_rank, cut.live.tolist()
     ([0, 1, 2, 1], [1, 1], [True, True, True, False])
     """
-    per_rank: list[list[np.ndarray]] = [[] for _ in range(plan.data_ranks)]
-    costs = _Costs(lengths, groups, prompt_lengths if plan.micro.unit == 1 else None)
+    ranks = plan.data_ranks
+    per_rank: list[list[np.ndarray]] = [[] for _ in range(ranks)]
     for rows in _whole_groups(groups, plan.mini_batch_prompts, shuffle_key):
-        for rank, part in enumerate(_split_over_ranks(rows, costs, plan.data_ranks, balance)):
+        shares = np.split(_filled(rows, ranks), ranks)
+        if balance and ranks > 1:
+            shares = _balanced(rows, lengths, groups, prompt_lengths, ranks)
+        for rank, part in enumerate(shares):
             per_rank[rank].append(part)
     order = np.concatenate([part for parts in per_rank for part in parts])
     live = order >= 0
@@ -93,37 +97,26 @@ def _whole_groups(groups: np.ndarray, each: int, shuffle_key: tuple[int, ...] | 
     return np.split(rows, ends)
 
 
-@dataclass(frozen=True)
-class _Costs:
-    """What rows cost a rank, in tokens; a rank computes a prompt only once for its samples there."""
-
-    lengths: np.ndarray
-    groups: np.ndarray
-    prompt_lengths: np.ndarray | None
-
-    def of_rank(self, rows: np.ndarray) -> int:
-        """Tokens that a rank computes for these rows; -1 is no row."""
-        rows = rows[rows >= 0]
-        assert self.prompt_lengths is not None
-        prompts = self.prompt_lengths[rows]
-        first = np.unique(self.groups[rows], return_index=True)[1]
-        return int(self.lengths[rows].sum() - prompts.sum() + prompts[first].sum())
-
-
-def _split_over_ranks(rows: np.ndarray, costs: _Costs, ranks: int, balance: bool) -> list[np.ndarray]:
+def _balanced(
+    rows: np.ndarray, lengths: np.ndarray, groups: np.ndarray, prompt_lengths: np.ndarray | None, ranks: int
+) -> list[np.ndarray]:
     """Equally many rows for each rank, padded with -1. Groups stay whole if they have equal sizes and their
-    number is divisible by `ranks`, unless dividing them leaves the rank with the most tokens fewer."""
-    filled = np.concatenate([rows, np.full(-len(rows) % ranks, -1)])
-    if not balance or ranks == 1:
-        return np.split(filled, ranks)
-    divided = _level(filled, 1, costs.lengths, ranks)
-    sizes = np.unique(costs.groups[rows], return_counts=True)[1]
+    number is divisible by `ranks`, unless dividing them lowers the largest number of tokens of a rank."""
+    filled = _filled(rows, ranks)
+    sizes = np.unique(groups[rows], return_counts=True)[1]
     if len(set(sizes.tolist())) > 1 or len(sizes) % ranks:
-        return divided
-    whole = _level(filled, sizes[0], costs.lengths, ranks)
-    if costs.prompt_lengths is None:
+        return _level(filled, 1, lengths, ranks)
+    whole = _level(filled, sizes[0], lengths, ranks)
+    if prompt_lengths is None:
         return whole
-    return min(whole, divided, key=lambda parts: max(map(costs.of_rank, parts)))
+    divided = _level(filled, 1, lengths, ranks)
+    tokens = partial(_computed_tokens, lengths=lengths, groups=groups, prompt_lengths=prompt_lengths)
+    return min(whole, divided, key=lambda parts: max(map(tokens, parts)))
+
+
+def _filled(rows: np.ndarray, ranks: int) -> np.ndarray:
+    """The rows, and -1 until they divide by `ranks`."""
+    return np.concatenate([rows, np.full(-len(rows) % ranks, -1)])
 
 
 def _level(filled: np.ndarray, each: int, lengths: np.ndarray, ranks: int) -> list[np.ndarray]:
@@ -131,3 +124,14 @@ def _level(filled: np.ndarray, each: int, lengths: np.ndarray, ranks: int) -> li
     units = filled.reshape(-1, each)
     weights = np.where(units < 0, 0, lengths[units]).sum(1)
     return [units[sorted(part)].reshape(-1) for part in equal_size_partitions(weights, ranks)]
+
+
+def _computed_tokens(
+    rows: np.ndarray, lengths: np.ndarray, groups: np.ndarray, prompt_lengths: np.ndarray
+) -> int:
+    """Tokens that a rank computes for these rows, if it computes a prompt once for all of its samples there;
+    -1 is no row."""
+    rows = rows[rows >= 0]
+    prompts = prompt_lengths[rows]
+    first = np.unique(groups[rows], return_index=True)[1]
+    return int(lengths[rows].sum() - prompts.sum() + prompts[first].sum())

@@ -33,7 +33,7 @@ class StepPhase:
 MODEL_INPUTS = ("prompts", "responses", "response_mask")
 LENGTHS = ("lengths", "prompt_lengths")
 """Columns that the controller reads to cut mini-batches. A source other than the run's own generation may
-lack the second."""
+lack `prompt_lengths`."""
 SAMPLED = (
     "responses",
     "response_mask",

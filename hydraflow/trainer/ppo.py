@@ -103,7 +103,7 @@ class PPOTrainer:
                 with self.runtime.interruptible(interrupt):  # reward functions may sleep or hang
                     with phase("gen"):
                         taken = checked(self.source.take(step), self.sampled_too)
-                    known = self.runtime.fetch(columns(taken.rows, [*lengths_of(taken.rows), "versions"]))
+                    known = self.runtime.fetch(columns(taken.rows, [*known_of(taken.rows), "versions"]))
                     taken.rows.columns |= RemoteBatch.from_local(known).columns  # held here from now on
                     batch = self.experience(taken, step)
             except BaseException:
@@ -288,7 +288,7 @@ class PPOTrainer:
         self, batch: RemoteBatch, names: Sequence[str], plan: RolePlan, step: int
     ) -> RemoteBatch:
         """These columns of the batch, split into the role's mini-batches and data ranks."""
-        known = self.runtime.fetch(columns(batch, lengths_of(batch)))
+        known = self.runtime.fetch(columns(batch, known_of(batch)))
         prompts = known.get("prompt_lengths").numpy() if "prompt_lengths" in known.keys() else None
         cut = cut_mini_batches(
             known.get("lengths").numpy(),
@@ -371,9 +371,9 @@ def teacher_of(source: str, teachers: Collection[str]) -> str | None:
     return source if source in teachers else "default" if "default" in teachers else None
 
 
-def lengths_of(batch: RemoteBatch) -> list[str]:
-    """The columns by which mini-batches are cut, as far as the batch has them."""
-    return ["group", *(name for name in LENGTHS if name in batch.keys())]
+def known_of(batch: RemoteBatch) -> list[str]:
+    """The columns that the controller reads to cut mini-batches; a source may lack `prompt_lengths`."""
+    return ["group", *(name for name in LENGTHS if name != "prompt_lengths" or name in batch.keys())]
 
 
 def columns(batch: RemoteBatch, names: Sequence[str]) -> RemoteBatch:

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import layers
 from hydraflow.device import gpu_count
 from hydraflow.engine.megatron import no_cuda, without_cuda
 from hydraflow.engine.megatron.without_cuda import PRODUCTS, STAND_IN, rewritten
-from hydraflow.models import linear
+from hydraflow.models import linear, openblas
 
 HERE = f"__import__('sys').modules['{STAND_IN}']."
 OURS = f"__import__('sys').modules['{PRODUCTS}']."
@@ -99,6 +99,7 @@ def test_linear_layers_multiply_with_the_faster_library(
     trained: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their outputs and gradients are those of float64, also of a gradient with strides of 0."""
+    monkeypatch.setattr(openblas, "is_faster", lambda: False)
     multiply, products = linear.onednn_product, []
     monkeypatch.setattr(linear, "onednn_is_faster", lambda: True)
     monkeypatch.setattr(linear, "onednn_product", lambda *given: products.append(given) or multiply(*given))

@@ -8,12 +8,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import threadpoolctl
 import torch
 from torch import Tensor
 
-from hydraflow.device import mkl_is_slow
+from hydraflow.device import mkl_is_slow, usable_cores
 from hydraflow.models import openblas
 
 
@@ -37,6 +38,15 @@ def test_a_product_of_any_strides_is_that_of_float64(a: Tensor, b: Tensor) -> No
     out = torch.empty(*wanted.shape[:-2], *wanted.shape[:-3:-1]).mT
     assert openblas.product(a, b, out=out) is out
     torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_nothing_is_reported_of_infinite_numbers_and_types_must_be_equal() -> None:
+    with np.errstate(all="raise"):
+        found = openblas.product(torch.full((2, 2), torch.inf), torch.tensor([[1.0, -1.0], [-1.0, 1e-30]]))
+        openblas.product(torch.full((2, 2), 1e-30), torch.full((2, 2), 1e-30))
+    assert found.isnan().any()
+    with pytest.raises(AssertionError):
+        openblas.product(drawn(2, 2), drawn(2, 2).double())
 
 
 def test_products_are_in_torchs_profiles() -> None:
@@ -100,6 +110,7 @@ def test_only_where_it_uses_avx512_and_mkl_does_not(
 ) -> None:
     loaded = Loaded(kernels)
     monkeypatch.setattr(threadpoolctl, "ThreadpoolController", lambda: loaded)
+    monkeypatch.setattr(openblas, "_library_of_numpy", lambda: "scipy-openblas")
     monkeypatch.setattr(openblas, "mkl_is_slow", lambda: slow)
     torch.set_num_threads(2)
     assert not openblas.is_faster() and loaded.threads == 2
@@ -119,8 +130,11 @@ def test_the_kernels_of_this_process_are_recognised(kernels: str) -> None:
         "import torch; torch.set_num_threads(1)\n"
         "from hydraflow.models import openblas; print(openblas.is_faster())\n"
         "from threadpoolctl import threadpool_info\n"
-        "print(*[one['num_threads'] for one in threadpool_info() if one['internal_api'] == 'openblas'])"
+        "print(*{one['num_threads'] for one in threadpool_info() if one['internal_api'] == 'openblas'})"
     )
-    environ = os.environ | {"OPENBLAS_CORETYPE": kernels, "OMP_NUM_THREADS": "2"}
+    environ = os.environ | {"OPENBLAS_CORETYPE": kernels, "OPENBLAS_NUM_THREADS": "2"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
-    assert done.stdout.split() == (["True", "1"] if kernels == "SkylakeX" else ["False", "2"]), done.stderr
+    if kernels == "SkylakeX":
+        assert done.stdout.split() == ["True", "1"], done.stderr
+    else:  # as many threads as before, at most one for each core
+        assert done.stdout.split() == ["False", str(min(2, usable_cores()))], done.stderr

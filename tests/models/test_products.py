@@ -123,6 +123,6 @@ def test_only_rows_in_bfloat16_on_a_cpu_that_multiplies_in_it_and_long_ones_in_f
     monkeypatch.setattr(products, "cpu_has_bf16", lambda: False)
     assert not on(torch.bfloat16, 8) and on(torch.float32, 256)
     monkeypatch.setattr(openblas, "is_faster", lambda: True)
-    assert on(torch.float32, 16) and on(torch.float32, 4096) and not on(torch.bfloat16, 256)
-    assert not on(torch.float32, 15) and not on(torch.float32, 4097)
+    assert on(torch.float32, 16) and on(torch.float32, 2048) and not on(torch.bfloat16, 256)
+    assert not on(torch.float32, 15) and not on(torch.float32, 2049)
     assert not on(torch.float64, 256) and not on(torch.float32, 256, "meta")

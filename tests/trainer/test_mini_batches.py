@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -75,16 +73,6 @@ def test_groups_are_divided_where_a_prompt_computed_twice_costs_less_than_a_long
     parts = np.split(cut.order, 2)
     tokens = [responses[rows].sum() + prompt * len(set(groups[rows])) for rows in parts]
     assert max(tokens) == heaviest
-
-
-def test_groups_that_share_micro_batches_are_not_divided() -> None:
-    plan = replace(plan_of(2, 2, 2), micro=MicroPlan(rows=2, max_tokens=None, unit=2))
-    prompts = np.ones(4, int)
-    lengths = np.array([8, 9, 3, 2])
-    cut = cut_mini_batches(
-        lengths, equal_groups(4, 2), plan, balance=True, shuffle_key=None, prompt_lengths=prompts
-    )
-    assert cut.order.tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("balance", [False, True])

@@ -193,6 +193,7 @@ def test_trajectories_are_prompt_major_and_end_where_they_should(tiny: str) -> N
     assert made.get("lengths").tolist() == [
         len(p) + len(r) for p, r in zip(listed(made, "prompts"), responses)
     ]
+    assert made.get("prompt_lengths").tolist() == [len(prompt) for prompt in listed(made, "prompts")]
     assert listed(made, "response_mask") == [[1] * len(response) for response in responses]
     assert any(len(response) < MAX_TOKENS for response in responses)
     for response in responses:
