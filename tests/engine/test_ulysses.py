@@ -162,8 +162,9 @@ def test_other_precisions_are_within_rounding(
 
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_a_rank_keeps_its_share_of_the_activations(ranks: Ranks, tmp_path: Path, kv_heads: int) -> None:
-    """Of two layers as many bytes as the estimate says."""
-    rows, prompt, response = 2, 33, 32
+    """Of two layers as many bytes as the estimate says. Rows are too short for attention by products, which
+    keeps less."""
+    rows, prompt, response = 8, 7, 9
     single = {"model_dtype": "fp32", "dtype": "fp32", "reshard_after_forward": False}
     options = {"model": {"enable_gradient_checkpointing": False}, "fsdp": single}
     sizes = SIZES | dict(num_key_value_heads=kv_heads, max_position_embeddings=64)
