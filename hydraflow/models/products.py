@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hydraflow.device import cpu_has_bf16
 from hydraflow.models import openblas
+from hydraflow.models.chunks import chunk_slices
 
 FASTER = {torch.bfloat16: range(1, 2049), torch.float32: range(192, 1025)}
 """Tokens of the rows for which this is faster, measured with one thread."""
@@ -116,10 +117,8 @@ def _blocks(q: Tensor) -> Iterator[tuple[slice, slice, slice, slice]]:
     a row's last queries first. q: (B, k, g, W, d)."""
     count, heads, shared, width, _ = q.shape
     of_head = 4 * shared * min(width, _BLOCK) * width
-    rows_at_a_time = max(1, _SCORE_BYTES // (of_head * heads))
-    heads_at_a_time = max(1, _SCORE_BYTES // of_head)
-    for row, head in itertools.product(range(0, count, rows_at_a_time), range(0, heads, heads_at_a_time)):
+    rows = chunk_slices(count, max(1, _SCORE_BYTES // (of_head * heads)))
+    for some, of_keys in itertools.product(rows, chunk_slices(heads, max(1, _SCORE_BYTES // of_head))):
         for start in range(0, width, _BLOCK)[::-1]:
             end = min(width, start + _BLOCK)
-            rows, of_keys = slice(row, row + rows_at_a_time), slice(head, head + heads_at_a_time)
-            yield rows, of_keys, slice(start, end), slice(end)
+            yield some, of_keys, slice(start, end), slice(end)

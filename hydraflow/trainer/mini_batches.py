@@ -73,15 +73,16 @@ def cut_mini_batches(
     ranks = plan.data_ranks
     per_rank: list[list[np.ndarray]] = [[] for _ in range(ranks)]
     for rows in _whole_groups(groups, plan.mini_batch_prompts, shuffle_key):
-        shares = np.split(_filled(rows, ranks), ranks)
-        if balance and ranks > 1:
-            shares = _balanced(rows, lengths, groups, prompt_lengths, ranks)
-        for rank, part in enumerate(shares):
+        filled = np.concatenate([rows, np.full(-len(rows) % ranks, -1)])
+        split = (
+            _balanced(filled, lengths, groups, prompt_lengths, ranks) if balance else np.split(filled, ranks)
+        )
+        for rank, part in enumerate(split):
             per_rank[rank].append(part)
     order = np.concatenate([part for parts in per_rank for part in parts])
     live = order >= 0
-    filled = np.where(live, order, lengths.argmin())  # the shortest row costs least
-    return MiniBatches(filled, [len(part) for part in per_rank[0]], live)
+    order = np.where(live, order, lengths.argmin())  # the shortest row costs least
+    return MiniBatches(order, [len(part) for part in per_rank[0]], live)
 
 
 def _whole_groups(groups: np.ndarray, each: int, shuffle_key: tuple[int, ...] | None) -> list[np.ndarray]:
@@ -98,12 +99,11 @@ def _whole_groups(groups: np.ndarray, each: int, shuffle_key: tuple[int, ...] | 
 
 
 def _balanced(
-    rows: np.ndarray, lengths: np.ndarray, groups: np.ndarray, prompt_lengths: np.ndarray | None, ranks: int
+    filled: np.ndarray, lengths: np.ndarray, groups: np.ndarray, prompt_lengths: np.ndarray | None, ranks: int
 ) -> list[np.ndarray]:
-    """Equally many rows for each rank, padded with -1. Groups stay whole if they have equal sizes and their
+    """Equally many rows for each rank; -1 is no row. Groups stay whole if they have equal sizes and their
     number is divisible by `ranks`, unless dividing them lowers the largest number of tokens of a rank."""
-    filled = _filled(rows, ranks)
-    sizes = np.unique(groups[rows], return_counts=True)[1]
+    sizes = np.unique(groups[filled[filled >= 0]], return_counts=True)[1]
     if len(set(sizes.tolist())) > 1 or len(sizes) % ranks:
         return _level(filled, 1, lengths, ranks)
     whole = _level(filled, sizes[0], lengths, ranks)
@@ -112,11 +112,6 @@ def _balanced(
     divided = _level(filled, 1, lengths, ranks)
     tokens = partial(_computed_tokens, lengths=lengths, groups=groups, prompt_lengths=prompt_lengths)
     return min(whole, divided, key=lambda parts: max(map(tokens, parts)))
-
-
-def _filled(rows: np.ndarray, ranks: int) -> np.ndarray:
-    """The rows, and -1 until they divide by `ranks`."""
-    return np.concatenate([rows, np.full(-len(rows) % ranks, -1)])
 
 
 def _level(filled: np.ndarray, each: int, lengths: np.ndarray, ranks: int) -> list[np.ndarray]:
