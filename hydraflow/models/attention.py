@@ -33,11 +33,19 @@ _SHORT, _FREE_PADDING = 64, 512
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Rows computed together: `rows` rows padded to `width`, starting at `start` in the padded line."""
+    """Rows of these `lengths`, in descending order, that are computed together: padded to the first of them,
+    starting at `start` in the padded line."""
 
     start: int
-    rows: int
-    width: int
+    lengths: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def width(self) -> int:
+        return self.lengths[0]
 
 
 @dataclass(frozen=True)
@@ -135,7 +143,7 @@ def plan_rows(lengths: np.ndarray, device: torch.device, shared: SharedPrompts |
     boundaries = torch.from_numpy(starts.astype(np.int32)).to(device)
     longest, total = int(lengths.max()), int(starts[-1])
     if bool((lengths == longest).all()):
-        return RowPlan((RowGroup(0, len(lengths), longest),), None, None, boundaries, longest, shared)
+        return RowPlan((RowGroup(0, tuple(lengths.tolist())),), None, None, boundaries, longest, shared)
     order = np.argsort(-lengths, kind="stable")
     groups, gathers, scatter, at = [], [], np.empty(total, np.int64), 0
     for first, end in group_rows(lengths[order]):
@@ -145,7 +153,7 @@ def plan_rows(lengths: np.ndarray, device: torch.device, shared: SharedPrompts |
         gather = starts[rows][:, None] + np.minimum(column, lengths[rows][:, None] - 1)
         real = column < lengths[rows][:, None]
         scatter[gather[real]] = at + np.flatnonzero(real)
-        groups.append(RowGroup(at, len(rows), width))
+        groups.append(RowGroup(at, tuple(lengths[rows].tolist())))
         gathers.append(gather.reshape(-1))
         at += gather.size
     to_padded = torch.from_numpy(np.concatenate(gathers)).to(device)
@@ -291,7 +299,8 @@ def _attend_group(
     queries, keys, values = (block(x) for x in (q, k, v))
     if products.are_faster(queries):
         mask = _mask(plan, group.width, span or group.width, q.device, torch.float32)
-        out = products.AttendByProducts.apply(queries, keys, values, scale or q.shape[-1] ** -0.5, mask)
+        scale = scale or q.shape[-1] ** -0.5
+        out = products.AttendByProducts.apply(queries, keys, values, scale, mask, group.lengths)
     else:
         out = F.scaled_dot_product_attention(
             queries,

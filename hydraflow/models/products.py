@@ -14,7 +14,7 @@ block, e keys that it sees, d head dimension.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,37 +44,46 @@ def are_faster(query: Tensor) -> bool:
 
 
 class AttendByProducts(torch.autograd.Function):
-    """Queries (B, h, W, d), keys (B, k, W, d), values (B, k, W, v), scale, and an additive causal mask (W, W)
-    of float32 or float64 to (B, h, W, v).
+    """Queries (B, h, W, d), keys (B, k, W, d), values (B, k, W, v), scale, an additive causal mask (W, W) of
+    float32 or float64, and the rows' lengths in descending order (None: all are W), to (B, h, W, v).
 
-    Queries that share keys are lines of one matrix, g for each token.
+    Queries that share keys are lines of one matrix, g for each token. Blocks of nothing but padding are not
+    computed: results and gradients there are what was in the memory before.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        mask: Tensor,
+        lengths: Sequence[int] | None = None,
+    ) -> Tensor:
         if not openblas.suits(q):
             q, k, v = (x.contiguous() for x in (q, k, v))  # or torch would copy them block by block
         q = q.unflatten(1, (k.shape[1], -1))
         ctx.save_for_backward(q, k, v)
-        ctx.scale, ctx.mask = scale, mask
+        ctx.scale, ctx.mask, ctx.lengths = scale, mask, lengths
         dim = v.shape[-1]
         out = torch.empty_like(q) if dim == q.shape[-1] else q.new_empty(*q.shape[:-1], dim)
-        for rows, heads, block, seen in _blocks(q):
+        for rows, heads, block, seen in _blocks(q, lengths):
             p = _probabilities(q[rows, heads, :, block], k[rows, heads, seen], mask[block, seen], scale)
             found = _product(p.to(q.dtype), v[rows, heads, seen])
             out[rows, heads, :, block] = found.unflatten(2, (q.shape[2], -1))
         return out.flatten(1, 2)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         q, k, v = ctx.saved_tensors
         mask, (shared, width) = ctx.mask, q.shape[2:4]
         grad = grads[0] if openblas.suits(q) else grads[0].contiguous()
         grad = grad.unflatten(1, (-1, shared))
         summed = mask.dtype if width > _BLOCK else q.dtype
         to_q = torch.empty_like(q)
-        to_k, to_v = (torch.empty_like(x, dtype=summed) for x in (k, v))
-        for rows, heads, block, seen in _blocks(q):
+        to_k, to_v = (torch.zeros_like(x, dtype=summed) for x in (k, v))
+        for rows, heads, block, seen in _blocks(q, ctx.lengths):
             queries, keys, values = q[rows, heads, :, block], k[rows, heads, seen], v[rows, heads, seen]
             of_out = grad[rows, heads, :, block].flatten(2, 3)
             p = _probabilities(queries, keys, mask[block, seen], ctx.scale)
@@ -82,13 +91,9 @@ class AttendByProducts(torch.autograd.Function):
             to_p = _product(of_out, values.mT).to(p.dtype)
             to_scores = torch._softmax_backward_data(to_p, p, -1, p.dtype).mul_(ctx.scale).to(q.dtype)
             to_q[rows, heads, :, block] = _product(to_scores, keys).unflatten(2, (shared, -1))
-            of_k = _product(to_scores.mT, queries.flatten(2, 3))
-            if seen.stop == width:  # the first block
-                to_k[rows, heads], to_v[rows, heads] = of_k, of_v
-            else:
-                to_k[rows, heads, seen] += of_k
-                to_v[rows, heads, seen] += of_v
-        return to_q.flatten(1, 2), to_k.to(k.dtype), to_v.to(v.dtype), None, None
+            to_k[rows, heads, seen] += _product(to_scores.mT, queries.flatten(2, 3))
+            to_v[rows, heads, seen] += of_v
+        return to_q.flatten(1, 2), to_k.to(k.dtype), to_v.to(v.dtype), None, None, None
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -112,13 +117,15 @@ def _probabilities(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
     return scores.softmax(-1).unflatten(0, q.shape[:2])
 
 
-def _blocks(q: Tensor) -> Iterator[tuple[slice, slice, slice, slice]]:
+def _blocks(q: Tensor, lengths: Sequence[int] | None) -> Iterator[tuple[slice, slice, slice, slice]]:
     """Rows, heads of keys, queries of each that are computed at a time, and the keys that these queries see;
     a row's last queries first. q: (B, k, g, W, d)."""
     count, heads, shared, width, _ = q.shape
     of_head = 4 * shared * min(width, _BLOCK) * width
+    blocks = [slice(start, min(width, start + _BLOCK)) for start in range(0, width, _BLOCK)[::-1]]
+    longer = [count if lengths is None else sum(one > block.start for one in lengths) for block in blocks]
     rows = chunk_slices(count, max(1, _SCORE_BYTES // (of_head * heads)))
     for some, of_keys in itertools.product(rows, chunk_slices(heads, max(1, _SCORE_BYTES // of_head))):
-        for start in range(0, width, _BLOCK)[::-1]:
-            end = min(width, start + _BLOCK)
-            yield some, of_keys, slice(start, end), slice(end)
+        for block, end in zip(blocks, longer, strict=True):
+            if some.start < end:
+                yield slice(some.start, min(some.stop, end)), of_keys, block, slice(block.stop)

@@ -45,6 +45,34 @@ def test_results_and_gradients_are_those_of_torch(
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("at_a_time", [1, 2**22])
+def test_blocks_of_padding_are_left_out(at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a row's own tokens have the results and gradients that they have without padding."""
+    monkeypatch.setattr(products, "_SCORE_BYTES", at_a_time)
+    monkeypatch.setattr(products, "_BLOCK", 4)
+    lengths = (9, 8, 5, 1)
+    computed = torch.zeros(4, 2, 2, 9)
+    for rows, heads, block, _ in products._blocks(torch.empty(4, 2, 2, 9, DIM), lengths):
+        computed[rows, heads, :, block] += 1
+    for row, length in enumerate((9, 8, 8, 4)):
+        assert (computed[row, ..., :length] == 1).all() and (computed[row, ..., length:] == 0).all()
+
+    def found(rows: slice, width: int, lengths: tuple[int, ...] | None) -> list[torch.Tensor]:
+        tensors = [one.detach()[rows, :, :width].requires_grad_() for one in leaves(4, 9, 2)]
+        mask = torch.full((width, width), -torch.inf, dtype=torch.float64).triu(1)
+        out = products.AttendByProducts.apply(*tensors, 0.3, mask, lengths)
+        real = torch.zeros(out.shape[0], 1, width, 1, dtype=torch.bool)
+        for row, length in enumerate(lengths or (width,)):
+            real[row, :, :length] = True
+        return [out.detach(), *torch.autograd.grad(out, tensors, out.detach().cos() * real)]
+
+    padded = found(slice(4), 9, lengths)
+    for row, length in enumerate(lengths):
+        alone = found(slice(row, row + 1), length, None)
+        for mine, other in zip(padded, alone, strict=True):
+            torch.testing.assert_close(mine[row : row + 1, :, :length], other, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("block", [64, 16])
 @pytest.mark.parametrize(("window", "size"), [(None, 1.0), (5, 1.0), (None, 3.0)])
 def test_rows_in_bfloat16_are_as_exact_as_in_torchs_kernel(
