@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hydraflow.device import collective_backend
+from hydraflow.engine.shared_memory import windows_for, windows_of
 from hydraflow.errors import ConfigError
 
 Result = TypeVar("Result")
@@ -87,6 +88,7 @@ def stop() -> None:
     if dist.is_initialized():
         host_group.cache_clear()
         groups_of.cache_clear()
+        windows_of.cache_clear()
         dist.destroy_process_group()
 
 
@@ -172,8 +174,42 @@ def gather_parts(whole: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGro
 
 def exchange(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> None:
     """On a CPU: sends row i of `sent` to rank i of the group and receives row i of `received` from it; this
-    rank's own rows are not touched. gloo's collectives make another copy and take up to four times as
-    long."""
+    rank's own rows are not touched. Through shared memory on one machine, otherwise by gloo's sends, whose
+    collectives make another copy and take up to four times as long."""
+    if (windows := windows_for(sent, group)) is None:
+        _send(received, sent, group)
+        return
+    for part, rows in windows.parts(sent):
+        for other, row in rows.items():
+            received[other, part] = row
+
+
+def add_parts(
+    total: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, received: torch.Tensor | None
+) -> None:
+    """On a CPU: sums row i of every rank's `sent` (ranks, n) into `total` (n,) of rank i, in the order of
+    ranks. `received`: from `room_to_add`."""
+    if (windows := windows_for(sent, group)) is not None:
+        parts = windows.parts(sent)
+    else:
+        assert received is not None
+        _send(received, sent, group)
+        parts = iter([(slice(None), dict(enumerate(received)))])
+    for part, rows in parts:
+        first, second, *others = (
+            sent[rank, part] if rank == group.rank() else rows[rank] for rank in range(group.size())
+        )
+        torch.add(first, second, out=total[part])
+        for row in others:
+            total[part].add_(row)
+
+
+def room_to_add(sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor | None:
+    """The memory that `add_parts` needs besides its arguments, if any."""
+    return None if windows_for(sent, group) is not None else torch.empty_like(sent)
+
+
+def _send(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> None:
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     works = [dist.irecv(received[other], group=group, group_src=other) for other in others]
     works += [dist.isend(sent[other], group=group, group_dst=other) for other in others]

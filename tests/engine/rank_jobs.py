@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from engine.memory_apart import RestingEngine
 
 from hydraflow import metrics
 from hydraflow.device import current_device
-from hydraflow.engine import process_group
+from hydraflow.engine import process_group, shared_memory
 from hydraflow.engine.base import ModelOutput
 from hydraflow.engine.config import FSDPConfig, OptimConfig, WrapPolicyConfig
 from hydraflow.engine.fsdp import oom_recovery
@@ -211,18 +212,32 @@ def loops_of_gloo() -> int:
     return names.count("gloo_tcp_loop")
 
 
-def exchanged(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `gather_parts` and `exchange` give a rank: parts of 3 numbers, 10 times a rank's number and 0 to
-    2; and rows of 2 numbers, 10 times the sender's number and the receiver's. A rank's own rows are -1."""
+def exchanged(dtype: torch.dtype, window: int = 0, unreachable: int | None = None) -> dict[str, Any]:
+    """What `gather_parts`, `exchange` and `add_parts` give a rank, and whether ranks shared memory: number k
+    of a row from rank r to rank s is 10 r + s + k mod 3, of a part 10 r + k mod 3; a rank's own row, which is
+    not touched, is -1. window: bytes of shared memory, for rows of any size; 0: gloo sends such small
+    rows. unreachable: a rank that finds no window."""
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.new_group()
-    whole = torch.zeros(size, 3, dtype=dtype)
-    whole[rank] = 10 * rank + torch.arange(3)
-    process_group.gather_parts(whole.view(-1), whole[rank].clone() if rank % 2 else whole[rank], group)
-    received = torch.full((size, 2), -1, dtype=dtype)
-    sent = (10 * rank + torch.arange(size)).to(dtype)[:, None].expand(-1, 2).contiguous()
-    process_group.exchange(received, sent, group)
-    return whole, received
+    numbers = torch.arange(100) % 3
+    whole = torch.zeros(size, 100, dtype=dtype)
+    whole[rank] = 10 * rank + numbers
+    received = torch.full((size, 100), -1, dtype=dtype)
+    sent = (10 * rank + torch.arange(size)[:, None] + numbers).to(dtype)
+    total = torch.empty(100, dtype=dtype)
+    finding: Any = {"return_value": None} if rank == unreachable else {"wraps": shared_memory._map}
+    with (
+        patch.object(shared_memory, "LEAST_BYTES", 0 if window else shared_memory.LEAST_BYTES),
+        patch.object(shared_memory, "WINDOW_BYTES", window),
+        patch.object(shared_memory, "_map", **finding),
+    ):
+        process_group.gather_parts(whole.view(-1), whole[rank].clone() if rank % 2 else whole[rank], group)
+        process_group.exchange(received, sent, group)
+        process_group.add_parts(total, sent, group, process_group.room_to_add(sent, group))
+        shared = shared_memory.windows_for(sent, group) is not None
+    open_files = [os.readlink(one) for one in Path("/proc/self/fd").iterdir() if one.is_symlink()]
+    kept = [one for one in open_files if "memfd" in one]
+    return {"whole": whole, "received": received, "total": total, "shared": shared, "kept": kept}
 
 
 def awaited_in_vain() -> tuple[float, str]:
@@ -253,13 +268,13 @@ def count_reductions(
         engine.module.zero_grad()
         with (
             torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
-            patch.object(oom_recovery, "exchange", wraps=oom_recovery.exchange) as exchange,
+            patch.object(oom_recovery, "add_parts", wraps=oom_recovery.add_parts) as add_parts,
         ):
             engine.forward_backward(share.split(len(share) // n), loss_of)
         # a profile's own tables of them take a second
         events = profile.profiler.kineto_results.events()
         reduced = sum(event.name().startswith(REDUCED) for event in events)
-        found.append({SCATTERED: exchange.call_count, REDUCED: reduced})
+        found.append({SCATTERED: add_parts.call_count, REDUCED: reduced})
     return found
 
 

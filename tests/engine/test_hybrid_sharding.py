@@ -49,12 +49,21 @@ def test_all_groups_of_a_process_share_one_thread_for_their_bytes(ranks: Ranks) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
-def test_ranks_exchange_parts(ranks: Ranks, dtype: torch.dtype) -> None:
-    for rank, (whole, received) in enumerate(ranks.run(jobs.exchanged, dtype)):
-        assert whole.tolist() == [[10 * one, 10 * one + 1, 10 * one + 2] for one in range(RANKS)]
-        wanted = [[10 * one + rank] * 2 for one in range(RANKS)]
-        wanted[rank] = torch.full((2,), -1).to(dtype).tolist()
-        assert received.tolist() == wanted
+@pytest.mark.parametrize(
+    ("window", "unreachable"),
+    [(0, None), (2 * (RANKS - 1) * 64, None), (2**16, None), (2**16, 2)],
+    ids=["gloo", "in_parts", "at_once", "unreachable"],
+)
+def test_ranks_exchange_parts(ranks: Ranks, window: int, unreachable: int | None, dtype: torch.dtype) -> None:
+    numbers = torch.arange(100) % 3
+    for rank, found in enumerate(ranks.run(jobs.exchanged, dtype, window, unreachable)):
+        assert found["shared"] == (window > 0 and unreachable is None) and found["kept"] == []
+        of_ranks = 10 * torch.arange(RANKS)[:, None] + numbers
+        assert found["whole"].tolist() == of_ranks.to(dtype).tolist()
+        wanted = (of_ranks + rank).to(dtype)
+        assert found["total"].tolist() == wanted.sum(0).to(dtype).tolist()
+        wanted[rank] = torch.full((100,), -1).to(dtype)
+        assert found["received"].tolist() == wanted.tolist()
 
 
 def test_a_rank_that_sends_nothing_is_waited_for_until_the_deadline(ranks: Ranks) -> None:

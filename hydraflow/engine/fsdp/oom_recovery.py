@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from hydraflow.device import ran_out_of_memory
 from hydraflow.engine.base import OutOfMemory
 from hydraflow.engine.oom_reports import note_out_of_memory, reports_of
-from hydraflow.engine.process_group import exchange, gather_parts
+from hydraflow.engine.process_group import add_parts, gather_parts, room_to_add
 from hydraflow.models.packing import read_tokens
 from hydraflow.models.routing import ROUTES
 from hydraflow.protocol import ragged
@@ -175,21 +175,15 @@ class _Reduce(DefaultReduceScatter):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, *args: Any
     ) -> Any:
         on_cpu = input_tensor.device.type == "cpu"
-        received = torch.empty_like(input_tensor) if on_cpu else None  # before the collective is counted
+        sent = input_tensor.view(group.size(), -1)
+        received = room_to_add(sent, group) if on_cpu else None  # before the collective is counted
         if not self._collectives.is_due():
             output_tensor.zero_()
             return None
-        if received is None:
+        if not on_cpu:
             return super().__call__(output_tensor, input_tensor, group, op, *args)
         assert op == dist.ReduceOp.SUM
-        parts, sent = received.view(group.size(), -1), input_tensor.view(group.size(), -1)
-        exchange(parts, sent, group)
-        first, second, *others = [
-            sent[rank] if rank == group.rank() else part for rank, part in enumerate(parts)
-        ]
-        torch.add(first, second, out=output_tensor)
-        for part in others:
-            output_tensor.add_(part)
+        add_parts(output_tensor, sent, group, received)
         return None
 
 
