@@ -5,8 +5,9 @@ the gradients of hidden states, matrix and bias. Logits exist for one chunk of t
 that the next chunk reuses. What is computed from them, in float32 or wider, exists for a few tokens at a time
 on a CPU, so that it stays in the cache. The backward pass recomputes logits and turns them into their
 gradient in place. If all tokens fit into one chunk and logits are not post-processed, nothing is recomputed:
-log-probabilities are kept, or probabilities if the backward pass needs no more. The gradient of the matrix is
-summed over chunks in its own dtype, as it is over micro-batches.
+log-probabilities are kept, or probabilities if the backward pass needs no more. Without a trained entropy
+they become the gradient in place, if they have its dtype, so that there can be only one backward pass. The
+gradient of the matrix is summed over chunks in its own dtype, as it is over micro-batches.
 Left out on purpose: heads other than a plain linear layer (`heads.py`), kernels for a GPU (`kernel_head.py`).
 """
 
@@ -190,7 +191,11 @@ class _Logits:
         self._is_kept = backward and kept is not None
         self._by_onednn = not self._is_kept and gains(hidden, weight)
         """Whether each chunk's logits are a new tensor."""
-        self.raw = hidden.new_empty((0 if self._by_onednn else chunk, vocabulary))
+        needed = work.ask.entropy and work.ask.entropy_is_trained
+        if backward and kept is not None and kept.dtype == hidden.dtype and not needed:
+            self.raw = kept
+        else:
+            self.raw = hidden.new_empty((0 if self._by_onednn else chunk, vocabulary))
         """(chunk, V) output of the head; in the backward pass its gradient."""
         self._is_plain = work.is_plain(hidden)
         self._keeps = not backward and work.trains and self._is_plain and len(hidden) <= work.chunk

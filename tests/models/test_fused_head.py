@@ -283,7 +283,12 @@ def test_blocks_change_no_bit(
             if trained:
                 loss = sum((column * column).sum() for column in trained)
                 first = torch.autograd.grad(loss, weights, retain_graph=True)
-                assert all(map(torch.equal, first, torch.autograd.grad(loss, weights)))
+                needed = ask.entropy and ask.entropy_is_trained
+                if chunk == 100 and shape == "plain" and dtype != torch.bfloat16 and not needed:
+                    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                        torch.autograd.grad(loss, weights)  # what was kept became the first gradient
+                else:
+                    assert all(map(torch.equal, first, torch.autograd.grad(loss, weights)))
                 found += first
             results.append(found)
     assert all(map(torch.equal, results[0] + results[1], results[2] + results[3]))
