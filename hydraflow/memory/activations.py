@@ -195,10 +195,10 @@ def head_backward(
     trained_entropy: bool,
     post: int = 0,
 ) -> int:
-    """Bytes of the head's backward pass with entropies. It turns logits into their gradient in place; only the copies that
-    post-processing makes need separate gradients. If all tokens fit into one chunk, without post-processing,
-    the forward pass keeps probabilities, which become the gradient if they have its type, or for a trained
-    entropy their logarithms, and one more block."""
+    """Bytes of the head's backward pass with entropies. It turns logits into their gradient in place; only
+    the copies that post-processing makes need separate gradients. If all tokens fit into one chunk, without
+    post-processing, the forward pass keeps probabilities, which become the gradient if they have its type, or
+    for a trained entropy their logarithms, and one more block."""
     if post or asked > head_chunk(chunk, vocabulary, number):
         return head_forward(vocabulary, asked, chunk, number, device_type=device_type, post=2 * post)
     wide = max(4, number)

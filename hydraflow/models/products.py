@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hydraflow.device import cpu_has_bf16
 from hydraflow.models import openblas
-from hydraflow.models.chunks import chunk_slices
+from hydraflow.models.chunks import chunk_slices, equal_slices
 
 FASTER = {torch.bfloat16: range(1, 2049), torch.float32: range(192, 1025)}
 """Tokens of the rows for which this is faster, measured with one thread."""
@@ -68,8 +68,9 @@ class AttendByProducts(torch.autograd.Function):
         ctx.scale, ctx.mask, ctx.lengths = scale, mask, lengths
         dim = v.shape[-1]
         out = torch.empty_like(q) if dim == q.shape[-1] else q.new_empty(*q.shape[:-1], dim)
-        for rows, heads, block, seen in _blocks(q, lengths):
-            p = _probabilities(q[rows, heads, :, block], k[rows, heads, seen], mask[block, seen], scale)
+        for rows, heads, block, seen, _ in _blocks(q, lengths):
+            queries = _scaled(q[rows, heads, :, block], scale)
+            p = _probabilities(queries, k[rows, heads, seen], mask[block, seen], scale)
             found = _product(p.to(q.dtype), v[rows, heads, seen])
             out[rows, heads, :, block] = found.unflatten(2, (q.shape[2], -1))
         return out.flatten(1, 2)
@@ -82,17 +83,27 @@ class AttendByProducts(torch.autograd.Function):
         grad = grad.unflatten(1, (-1, shared))
         summed = mask.dtype if width > _BLOCK else q.dtype
         to_q = torch.empty_like(q)
-        to_k, to_v = (torch.zeros_like(x, dtype=summed) for x in (k, v))
-        for rows, heads, block, seen in _blocks(q, ctx.lengths):
+        to_k, to_v = (torch.empty_like(x, dtype=summed) for x in (k, v))
+        for rows, heads, block, seen, first in _blocks(q, ctx.lengths):
             queries, keys, values = q[rows, heads, :, block], k[rows, heads, seen], v[rows, heads, seen]
+            queries = _scaled(queries, ctx.scale)
             of_out = grad[rows, heads, :, block].flatten(2, 3)
             p = _probabilities(queries, keys, mask[block, seen], ctx.scale)
             of_v = _product(p.to(q.dtype).mT, of_out)
             to_p = _product(of_out, values.mT).to(p.dtype)
-            to_scores = torch._softmax_backward_data(to_p, p, -1, p.dtype).mul_(ctx.scale).to(q.dtype)
-            to_q[rows, heads, :, block] = _product(to_scores, keys).unflatten(2, (shared, -1))
-            to_k[rows, heads, seen] += _product(to_scores.mT, queries.flatten(2, 3))
-            to_v[rows, heads, seen] += of_v
+            to_scores = torch._softmax_backward_data(to_p, p, -1, p.dtype)
+            if openblas.suits(q):
+                of_q = _product(to_scores, keys).mul_(ctx.scale)
+            else:
+                to_scores = to_scores.mul_(ctx.scale).to(q.dtype)
+                of_q = _product(to_scores, keys)
+            to_q[rows, heads, :, block] = of_q.unflatten(2, (shared, -1))
+            of_k = _product(to_scores.mT, queries.flatten(2, 3))
+            if first:
+                to_k[rows, heads, seen], to_v[rows, heads, seen] = of_k, of_v
+            else:
+                to_k[rows, heads, seen] += of_k
+                to_v[rows, heads, seen] += of_v
         return to_q.flatten(1, 2), to_k.to(k.dtype), to_v.to(v.dtype), None, None, None
 
 
@@ -105,10 +116,16 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(*batches).unflatten(0, a.shape[:2])
 
 
+def _scaled(q: Tensor, scale: float) -> Tensor:
+    """What `_probabilities` takes of queries: scaled ones for OpenBLAS. Otherwise it scales the scores."""
+    return q * scale if openblas.suits(q) else q
+
+
 def _probabilities(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """(n, m, g w, e) of queries (n, m, g, w, d) and keys (n, m, e, d), in the type of the mask (w, e)."""
+    """(n, m, g w, e) of `_scaled` queries (n, m, g, w, d) and keys (n, m, e, d), in the type of the mask
+    (w, e)."""
     if openblas.suits(q):
-        scores = openblas.product((q * scale).flatten(2, 3), k.mT)
+        scores = openblas.product(q.flatten(2, 3), k.mT)
         scores.unflatten(2, q.shape[2:4]).add_(mask)
         return scores.softmax(-1)
     q, k = q.to(mask.dtype), k.to(mask.dtype)
@@ -117,15 +134,17 @@ def _probabilities(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
     return scores.softmax(-1).unflatten(0, q.shape[:2])
 
 
-def _blocks(q: Tensor, lengths: Sequence[int] | None) -> Iterator[tuple[slice, slice, slice, slice]]:
-    """Rows, heads of keys, queries of each that are computed at a time, and the keys that these queries see;
-    a row's last queries first. q: (B, k, g, W, d)."""
+def _blocks(q: Tensor, lengths: Sequence[int] | None) -> Iterator[tuple[slice, slice, slice, slice, bool]]:
+    """Rows, heads of keys, queries of each that are computed at a time, the keys that these queries see, and
+    whether they are the first of these rows; a row's last queries first. q: (B, k, g, W, d)."""
     count, heads, shared, width, _ = q.shape
     of_head = 4 * shared * min(width, _BLOCK) * width
-    blocks = [slice(start, min(width, start + _BLOCK)) for start in range(0, width, _BLOCK)[::-1]]
-    longer = [count if lengths is None else sum(one > block.start for one in lengths) for block in blocks]
-    rows = chunk_slices(count, max(1, _SCORE_BYTES // (of_head * heads)))
-    for some, of_keys in itertools.product(rows, chunk_slices(heads, max(1, _SCORE_BYTES // of_head))):
-        for block, end in zip(blocks, longer, strict=True):
-            if some.start < end:
-                yield slice(some.start, min(some.stop, end)), of_keys, block, slice(block.stop)
+    ends = [min(width, -(-one // _BLOCK) * _BLOCK) for one in lengths or [width] * count]
+    for end, run in itertools.groupby(range(count), ends.__getitem__):
+        first, *others = run
+        rows = equal_slices(1 + len(others), max(1, _SCORE_BYTES // (of_head * heads)))
+        for some, of_keys in itertools.product(rows, chunk_slices(heads, max(1, _SCORE_BYTES // of_head))):
+            of_rows = slice(first + some.start, first + some.stop)
+            for start in range(0, end, _BLOCK)[::-1]:
+                stop = min(end, start + _BLOCK)
+                yield of_rows, of_keys, slice(start, stop), slice(stop), stop == end

@@ -52,7 +52,7 @@ def test_blocks_of_padding_are_left_out(at_a_time: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(products, "_BLOCK", 4)
     lengths = (9, 8, 5, 1)
     computed = torch.zeros(4, 2, 2, 9)
-    for rows, heads, block, _ in products._blocks(torch.empty(4, 2, 2, 9, DIM), lengths):
+    for rows, heads, block, _, _ in products._blocks(torch.empty(4, 2, 2, 9, DIM), lengths):
         computed[rows, heads, :, block] += 1
     for row, length in enumerate((9, 8, 8, 4)):
         assert (computed[row, ..., :length] == 1).all() and (computed[row, ..., length:] == 0).all()
