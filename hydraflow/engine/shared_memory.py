@@ -2,9 +2,9 @@
 
 gloo sends through TCP even there: exchanging 2 MB between two ranks takes 3.6 ms, through shared memory 0.3;
 64 MB take 28 and 24 ms. In: rows for the other ranks. Out: theirs. Every rank writes into its own window and
-reads those of the others. Windows are files without a name, which the system frees with the last process, so
-nothing is left over by a killed one; /dev/shm, which is small in containers, is not used. Left out on
-purpose: groups across machines, and systems other than Linux, where gloo sends.
+reads those of the others. Windows are files in memory without a path, which the system frees with the last
+process that maps them, so a killed one leaves nothing behind; /dev/shm, which is small in containers, is not
+used. Left out on purpose: groups across machines, and systems other than Linux, where gloo sends.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import cache
 
 import torch
@@ -37,9 +36,9 @@ class Windows:
         self._half = 0
 
     def parts(self, sent: Tensor) -> Iterator[tuple[slice, dict[int, Tensor]]]:
-        """Sends row i of `sent` (ranks, n) to rank i. For one slice of the rows after the other, by rank,
-        what the others have sent to this one; it is overwritten after the next slice. One half is written
-        while others may still read the other half, so that there is one barrier for each slice."""
+        """Sends row i of `sent` (ranks, n) to rank i. Yields, slice by slice, what each other rank has sent
+        to this one, by rank; it is valid until the next slice. One half is written while others may still
+        read the other, so one barrier for each slice suffices."""
         size, mine = len(sent), self._group.rank()
         others = [rank for rank in range(size) if rank != mine]
         to_all = sent.stride(0) == 0  # one row for all ranks
@@ -55,8 +54,9 @@ class Windows:
             for other in others[:1] if to_all else others:
                 place(mine, other, count).copy_(sent[other, part])
             dist.barrier(self._group)
-            yield part, {other: place(other, mine, count) for other in others}
+            found = {other: place(other, mine, count) for other in others}
             self._half = 1 - self._half
+            yield part, found
 
 
 def windows_for(sent: Tensor, group: dist.ProcessGroup) -> Windows | None:
@@ -68,10 +68,8 @@ def windows_for(sent: Tensor, group: dist.ProcessGroup) -> Windows | None:
 @cache
 def windows_of(group: dist.ProcessGroup) -> Windows | None:
     """The windows of a group; None: its ranks cannot share memory. The first call is collective."""
-    name, file = secrets.token_hex(8), None
-    with suppress(AttributeError, OSError):  # not Linux, or forbidden
-        file = os.memfd_create(name)
-        os.ftruncate(file, WINDOW_BYTES)
+    name = secrets.token_hex(8)
+    file = _make(name)
     paths: list[tuple[str, str]] = [("", "")] * group.size()
     dist.all_gather_object(paths, (f"/proc/{os.getpid()}/fd/{file}", name), group=group)
     mapped = [_map(*path) for path in paths]
@@ -80,6 +78,20 @@ def windows_of(group: dist.ProcessGroup) -> Windows | None:
     if file is not None:
         os.close(file)
     return Windows(group, [window for window in mapped if window is not None]) if shared else None
+
+
+def _make(name: str) -> int | None:
+    """A file in memory, whose pages exist from now on; None where there can be none."""
+    try:
+        file = os.memfd_create(name)
+    except (AttributeError, OSError):  # not Linux, or forbidden
+        return None
+    try:
+        os.posix_fallocate(file, 0, WINDOW_BYTES)
+    except OSError:
+        os.close(file)
+        return None
+    return file
 
 
 def _map(path: str, name: str) -> Tensor | None:

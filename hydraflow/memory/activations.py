@@ -197,12 +197,12 @@ def head_backward(
 ) -> int:
     """Bytes of the head's backward pass with entropies. It turns logits into their gradient in place; only
     the copies that post-processing makes need separate gradients. If all tokens fit into one chunk, without
-    post-processing, the forward pass keeps probabilities, which become the gradient if they have its type, or
-    for a trained entropy their logarithms, and one more block."""
+    post-processing, the forward pass keeps probabilities, which on a CPU become the gradient if they have its
+    type; for a trained entropy it keeps their logarithms, and needs one more block."""
     if post or asked > head_chunk(chunk, vocabulary, number):
         return head_forward(vocabulary, asked, chunk, number, device_type=device_type, post=2 * post)
     wide = max(4, number)
-    if number == wide and not trained_entropy:
+    if number == wide and not trained_entropy and device_type == "cpu":
         return number * asked * vocabulary
     block = min(asked, block_tokens(vocabulary, wide, device_type))
     return ((number + wide) * asked + wide * block * ((number < wide) + trained_entropy)) * vocabulary

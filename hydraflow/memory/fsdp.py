@@ -167,6 +167,7 @@ class FSDPModelMemory:
         copied = MemoryParts(gradients=summed + number * units.trained_root, gathered=buffer)
         # a loop variable in torch still holds the last gradient (an untied output matrix's) during the sum
         output = number * units.head + types.reduced * -(-units.trained_root // self.ranks)
+        # where ranks cannot share memory, the parts of the others arrive in a second buffer
         copies = 2 if self.device_type == "cpu" and self.ranks > 1 else 1
         return [making, copied, MemoryParts(gradients=summed + output, gathered=buffer * copies)]
 

@@ -191,11 +191,12 @@ class _Logits:
         self._is_kept = backward and kept is not None
         self._by_onednn = not self._is_kept and gains(hidden, weight)
         """Whether each chunk's logits are a new tensor."""
-        needed = work.ask.entropy and work.ask.entropy_is_trained
-        if backward and kept is not None and kept.dtype == hidden.dtype and not needed:
-            self.raw = kept
-        else:
-            self.raw = hidden.new_empty((0 if self._by_onednn else chunk, vocabulary))
+        trains_entropy = work.ask.entropy and work.ask.entropy_is_trained
+        self.raw = (
+            kept
+            if kept is not None and kept.dtype == hidden.dtype and not trains_entropy
+            else hidden.new_empty((0 if self._by_onednn else chunk, vocabulary))
+        )
         """(chunk, V) output of the head; in the backward pass its gradient."""
         self._is_plain = work.is_plain(hidden)
         self._keeps = not backward and work.trains and self._is_plain and len(hidden) <= work.chunk
@@ -290,7 +291,7 @@ class _Logits:
             block.raw.copy_(gradient)
 
     def _unkept(self, block: _Block) -> torch.Tensor:
-        """(k, V) memory for the gradient: that of the probabilities, unless they are kept."""
+        """(k, V) memory for the gradient: that of the probabilities, unless kept ones have another type."""
         if not self._is_kept or not keeps_probs(self._work.ask):
             return block.scaled
         return block.raw if block.raw.dtype == self._wide else self._some_every[: len(block.raw)]

@@ -136,7 +136,7 @@ def _probabilities(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
 
 def _blocks(q: Tensor, lengths: Sequence[int] | None) -> Iterator[tuple[slice, slice, slice, slice, bool]]:
     """Rows, heads of keys, queries of each that are computed at a time, the keys that these queries see, and
-    whether they are the first of these rows; a row's last queries first. q: (B, k, g, W, d)."""
+    whether this is the first block of these rows; a row's last queries first. q: (B, k, g, W, d)."""
     count, heads, shared, width, _ = q.shape
     of_head = 4 * shared * min(width, _BLOCK) * width
     ends = [min(width, -(-one // _BLOCK) * _BLOCK) for one in lengths or [width] * count]

@@ -240,15 +240,15 @@ def exchanged(dtype: torch.dtype, window: int = 0, unreachable: int | None = Non
     return {"whole": whole, "received": received, "total": total, "shared": shared, "kept": kept}
 
 
-def awaited_in_vain() -> tuple[float, str]:
+def awaited_in_vain(numbers: int) -> tuple[float, str]:
     """Seconds that rank 0 waits for a rank that sends nothing in a group with a deadline of one second, and
-    the error."""
+    the error. numbers: of each part."""
     group = dist.new_group(timeout=timedelta(seconds=1))
     if dist.get_rank():
         return 0.0, ""
     since, error = time.monotonic(), ""
     try:
-        process_group.gather_parts(torch.zeros(2 * dist.get_world_size()), torch.zeros(2), group)
+        process_group.gather_parts(torch.zeros(numbers * dist.get_world_size()), torch.zeros(numbers), group)
     except RuntimeError as raised:
         error = str(raised)
     return time.monotonic() - since, error

@@ -14,6 +14,7 @@ from engine.alike import assert_same, assert_sent
 from engine.pool import Ranks
 
 from hydraflow.engine.config import WrapPolicyConfig
+from hydraflow.engine.shared_memory import LEAST_BYTES
 
 DOUBLE = {"model_dtype": "fp64", "dtype": "fp64"}
 RANKS = 4
@@ -66,8 +67,9 @@ def test_ranks_exchange_parts(ranks: Ranks, window: int, unreachable: int | None
         assert found["received"].tolist() == wanted.tolist()
 
 
-def test_a_rank_that_sends_nothing_is_waited_for_until_the_deadline(ranks: Ranks) -> None:
-    seconds, error = ranks.run(jobs.awaited_in_vain)[0]
+@pytest.mark.parametrize("numbers", [2, LEAST_BYTES])
+def test_a_rank_that_sends_nothing_is_waited_for_until_the_deadline(ranks: Ranks, numbers: int) -> None:
+    seconds, error = ranks.run(jobs.awaited_in_vain, numbers)[0]
     assert 0.9 < seconds < 30 and "Timed out" in error
 
 
