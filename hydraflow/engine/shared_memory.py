@@ -50,7 +50,7 @@ class Windows:
             return half.narrow(0, 0 if to_all else (to - (to > of)) * room, count)
 
         for part in chunk_slices(sent.shape[1], room):
-            count = len(range(sent.shape[1])[part])
+            count = min(room, sent.shape[1] - part.start)
             for other in others[:1] if to_all else others:
                 place(mine, other, count).copy_(sent[other, part])
             dist.barrier(self._group)

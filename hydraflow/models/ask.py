@@ -33,6 +33,11 @@ class Ask:
         assert more <= 1, "at most one further column"
 
     @property
+    def trains_entropy(self) -> bool:
+        """Whether entropies are returned and need gradients."""
+        return self.entropy and self.entropy_is_trained
+
+    @property
     def more(self) -> str | None:
         """Name of the column besides `log_probs`; None: there is none."""
         if self.entropy:

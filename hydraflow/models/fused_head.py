@@ -75,7 +75,7 @@ class FusedHead(torch.autograd.Function):
         ctx.work = work
         ctx.set_materialize_grads(False)
         found = torch.cat(log_probs)
-        if second is not None and not (work.ask.entropy and work.ask.entropy_is_trained):
+        if second is not None and not work.ask.trains_entropy:
             ctx.mark_non_differentiable(second, *([found] if work.ask.likeliest else []))
         return found, second
 
@@ -144,7 +144,7 @@ def head_gradients(
 
 def keeps_probs(ask: Ask) -> bool:
     """Whether a single chunk's probabilities are kept, and not their logarithms."""
-    return ask.entropy and not ask.entropy_is_trained
+    return ask.entropy and not ask.trains_entropy
 
 
 def several(targets: torch.Tensor) -> torch.Tensor:
@@ -191,10 +191,9 @@ class _Logits:
         self._is_kept = backward and kept is not None
         self._by_onednn = not self._is_kept and gains(hidden, weight)
         """Whether each chunk's logits are a new tensor."""
-        trains_entropy = work.ask.entropy and work.ask.entropy_is_trained
         self.raw = (
             kept
-            if kept is not None and kept.dtype == hidden.dtype and not trains_entropy
+            if kept is not None and kept.dtype == hidden.dtype and not work.ask.trains_entropy
             else hidden.new_empty((0 if self._by_onednn else chunk, vocabulary))
         )
         """(chunk, V) output of the head; in the backward pass its gradient."""

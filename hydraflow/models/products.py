@@ -45,7 +45,7 @@ def are_faster(query: Tensor) -> bool:
 
 class AttendByProducts(torch.autograd.Function):
     """Queries (B, h, W, d), keys (B, k, W, d), values (B, k, W, v), scale, an additive causal mask (W, W) of
-    float32 or float64, and the rows' lengths in descending order (None: all are W), to (B, h, W, v).
+    float32 or float64, and the rows' lengths in descending order, to (B, h, W, v).
 
     Queries that share keys are lines of one matrix, g for each token. Blocks of nothing but padding are not
     computed: results and gradients there are what was in the memory before.
@@ -59,7 +59,7 @@ class AttendByProducts(torch.autograd.Function):
         v: Tensor,
         scale: float,
         mask: Tensor,
-        lengths: Sequence[int] | None = None,
+        lengths: Sequence[int],
     ) -> Tensor:
         if not openblas.suits(q):
             q, k, v = (x.contiguous() for x in (q, k, v))  # or torch would copy them block by block
@@ -134,13 +134,13 @@ def _probabilities(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
     return scores.softmax(-1).unflatten(0, q.shape[:2])
 
 
-def _blocks(q: Tensor, lengths: Sequence[int] | None) -> Iterator[tuple[slice, slice, slice, slice, bool]]:
+def _blocks(q: Tensor, lengths: Sequence[int]) -> Iterator[tuple[slice, slice, slice, slice, bool]]:
     """Rows, heads of keys, queries of each that are computed at a time, the keys that these queries see, and
     whether this is the first block of these rows; a row's last queries first. q: (B, k, g, W, d)."""
-    count, heads, shared, width, _ = q.shape
+    _, heads, shared, width, _ = q.shape
     of_head = 4 * shared * min(width, _BLOCK) * width
-    ends = [min(width, -(-one // _BLOCK) * _BLOCK) for one in lengths or [width] * count]
-    for end, run in itertools.groupby(range(count), ends.__getitem__):
+    ends = [min(width, -(-one // _BLOCK) * _BLOCK) for one in lengths]
+    for end, run in itertools.groupby(range(len(ends)), ends.__getitem__):
         first, *others = run
         rows = equal_slices(1 + len(others), max(1, _SCORE_BYTES // (of_head * heads)))
         for some, of_keys in itertools.product(rows, chunk_slices(heads, max(1, _SCORE_BYTES // of_head))):

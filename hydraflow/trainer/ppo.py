@@ -372,8 +372,8 @@ def teacher_of(source: str, teachers: Collection[str]) -> str | None:
 
 
 def known_of(batch: RemoteBatch) -> list[str]:
-    """The columns that the controller reads to cut mini-batches; a source may lack `prompt_lengths`."""
-    return ["group", *(name for name in LENGTHS if name != "prompt_lengths" or name in batch.keys())]
+    """The columns of this batch that the controller reads to cut mini-batches."""
+    return ["group", *(name for name in LENGTHS if name in batch.keys())]
 
 
 def columns(batch: RemoteBatch, names: Sequence[str]) -> RemoteBatch:

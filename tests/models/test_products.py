@@ -35,7 +35,7 @@ def test_results_and_gradients_are_those_of_torch(
     q, k, v = leaves(3, 9, kv)
     seen = torch.ones(9, 9, dtype=torch.bool).tril().triu(1 - window)
     mask = torch.zeros(9, 9, dtype=torch.float64).masked_fill(~seen, -torch.inf)
-    found = products.AttendByProducts.apply(q, k, v, 0.3, mask)
+    found = products.AttendByProducts.apply(q, k, v, 0.3, mask, [9] * 3)
     wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=kv < HEADS)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     grad = torch.randn_like(wanted)
@@ -57,18 +57,18 @@ def test_blocks_of_padding_are_left_out(at_a_time: int, monkeypatch: pytest.Monk
     for row, length in enumerate((9, 8, 8, 4)):
         assert (computed[row, ..., :length] == 1).all() and (computed[row, ..., length:] == 0).all()
 
-    def found(rows: slice, width: int, lengths: tuple[int, ...] | None) -> list[torch.Tensor]:
+    def found(rows: slice, width: int, lengths: tuple[int, ...]) -> list[torch.Tensor]:
         tensors = [one.detach()[rows, :, :width].requires_grad_() for one in leaves(4, 9, 2)]
         mask = torch.full((width, width), -torch.inf, dtype=torch.float64).triu(1)
         out = products.AttendByProducts.apply(*tensors, 0.3, mask, lengths)
         real = torch.zeros(out.shape[0], 1, width, 1, dtype=torch.bool)
-        for row, length in enumerate(lengths or (width,)):
+        for row, length in enumerate(lengths):
             real[row, :, :length] = True
         return [out.detach(), *torch.autograd.grad(out, tensors, out.detach().cos() * real)]
 
     padded = found(slice(4), 9, lengths)
     for row, length in enumerate(lengths):
-        alone = found(slice(row, row + 1), length, None)
+        alone = found(slice(row, row + 1), length, (length,))
         for mine, other in zip(padded, alone, strict=True):
             torch.testing.assert_close(mine[row : row + 1, :, :length], other, rtol=1e-12, atol=1e-12)
 
