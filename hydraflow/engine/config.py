@@ -37,6 +37,9 @@ TRAIN_ENGINES = {
 SUPERVISED = "fsdp2"
 """The engine of supervised models and reward models, whose configurations have its section only."""
 DTYPES = ("fp32", "bf16", "fp16", "fp64")
+WINDOW_BYTES = 8 * 2**20
+"""Memory in which a rank passes tensors to the others of its machine on CPUs: two halves, each with a place
+for every other rank."""
 GATHERED_BYTES = 64 * 2**20
 """Maximum bytes of full tensors that FSDP2 gathers together for a generation engine; a larger tensor is
 gathered alone."""

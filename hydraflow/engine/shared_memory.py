@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hydraflow.engine.config import WINDOW_BYTES
 from hydraflow.models.chunks import chunk_slices
 
-WINDOW_BYTES = 8 * 2**20
-"""Of one rank: two halves, each with a place for every other rank."""
 LEAST_BYTES = 2**17
 """Rows of fewer bytes are sent faster by gloo."""
 _LINE = 64

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hydraflow.engine.config import FSDPConfig
+from hydraflow.engine.config import WINDOW_BYTES, FSDPConfig
 from hydraflow.memory.activations import (
     LayerCosts,
     MicroBatchTokens,
@@ -63,13 +63,14 @@ class FSDPModelMemory:
 
     @property
     def held(self) -> MemoryParts:
-        """While the role works: shards of weights and optimizer state."""
+        """While the role works: shards of weights and optimizer state, and what ranks exchange tensors in."""
         weights, moments = self._share(self.units.every), self._share(2 * self.units.trained)
+        window = WINDOW_BYTES if self.device_type == "cpu" and self.ranks > 1 else 0
         if self.settings.offload_policy:
-            return MemoryParts(host=weights + moments + self._share(self.units.trained))
+            return MemoryParts(gathered=window, host=weights + moments + self._share(self.units.trained))
         if self.settings.optimizer_offload:
-            return MemoryParts(weights=weights, host=moments)
-        return MemoryParts(weights=weights, optimizer=moments)
+            return MemoryParts(weights=weights, gathered=window, host=moments)
+        return MemoryParts(weights=weights, gathered=window, optimizer=moments)
 
     @property
     def resting(self) -> MemoryParts:

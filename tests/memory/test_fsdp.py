@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hydraflow.engine.config import FSDPConfig
+from hydraflow.engine.config import WINDOW_BYTES, FSDPConfig
 from hydraflow.memory.activations import MicroBatchTokens
 from hydraflow.memory.fsdp import FSDPModelMemory, adapter_numbers, units_of
 from hydraflow.memory.limits import BytesPerNumber
@@ -76,7 +76,7 @@ def test_on_the_host_the_parts_of_others_are_held_while_they_are_summed() -> Non
     """The buffer and theirs, the half that comes out, and the output matrix's gradient, whose name torch
     still holds."""
     parts = update(replace(sharded(), device_type="cpu"), accumulates=False)
-    assert parts.gathered == 2 * 4 * 16008
+    assert parts.gathered == WINDOW_BYTES + 2 * 4 * 16008
     assert parts.gradients == 4 * (LAYER + 16008 // 2 + 8000)
 
 
