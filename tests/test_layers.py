@@ -42,6 +42,8 @@ DOORS = {
         "generation/vllm_adapters.py",
     ],
     "megatron": ["engine/megatron/*"],
+    "flash_attn": ["models/attention.py"],
+    "triton": ["models/triton_kernels.py"],
 }
 """Library -> the only files below hydraflow/ that may use it."""
 

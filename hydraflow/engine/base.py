@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 
 LossFn = Callable[[ModelOutput, Mapping[str, torch.Tensor]], tuple[torch.Tensor, dict[str, Metric]]]
-"""Maps (output, columns) to (scalar sum, metrics). The micro-batch's ragged columns are right-padded to
-(B, R)."""
+"""Maps (output, columns) to (scalar sum, metrics). The columns are those of `columns_of`."""
 
 
 MODEL, OPTIMIZER, EXTRA, HF_MODEL = ("model", "optimizer", "extra", "hf_model")

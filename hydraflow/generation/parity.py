@@ -20,6 +20,7 @@ from hydraflow.models.probe import (
     REFUSED,
     ROWS,
     deviation,
+    is_exact,
     is_rounding,
     own_log_probs,
     probe_rows,
@@ -89,7 +90,8 @@ def _compared_once(
         return torch.cat([own_log_probs(model, *pair, model.device) for pair in pairs]).cpu()
 
     ours, theirs = ragged.parts(output.log_probs)[0], published()
-    worst, middle = deviation(ours, theirs, ragged.lengths(output.responses))
+    exact = is_exact(model, model.dtype)
+    worst, middle = deviation(ours, theirs, ragged.lengths(output.responses), exact=exact)
     if (right := within_tolerance(worst, middle, model.dtype)) is None:
         right = is_rounding(ours, theirs, model.config, published)
     return worst, right

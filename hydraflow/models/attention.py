@@ -2,10 +2,11 @@
 
 In: query, key and value of shape (1, heads, N, d) and a `RowPlan` with the row boundaries. Out: (1, N, heads,
 d). `register_attention()` makes it known to transformers; models are then built with
-`attn_implementation=NAME`. On a CPU (or a GPU without variable-length kernels, or in float32) rows of similar
-length form one right-padded block, which needs no mask tensor, so that each block is one fast call. On a CPU,
-bfloat16, and float32 from a number of tokens on, use plain matrix products (`products.py`). Left out on
-purpose: dropout, attention soft-capping and sinks (those models take the padded path).
+`attn_implementation=NAME`. On a GPU, rows in 16 bits take flash-attn's kernel where it is installed, else
+torch's. In float32 and on a CPU, rows of similar length form one right-padded block, which needs no mask
+tensor, so that each block is one fast call; on a CPU, bfloat16, and float32 from a number of tokens on, use
+plain matrix products (`products.py`). Left out on purpose: dropout, attention soft-capping and sinks (those
+models take the padded path).
 """
 
 from __future__ import annotations
@@ -182,10 +183,22 @@ def packed_attention(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: (1, h, N, d) each (fewer heads of keys) to (1, N, h, d), with an
-    exchange for the S tokens of this rank's slice."""
-    assert others.get("softcap") is None and others.get("s_aux") is None, "this model takes the padded path"
+    exchange for the S tokens of this rank's slice. ValueError for models that take the padded path."""
+    if others.get("softcap") is not None or others.get("s_aux") is not None:
+        raise ValueError("its attention scores are capped, or have sinks")
+    if sliding_window is None and _has_window(module):
+        raise ValueError("its attention has a window only in its mask, which packed rows do not have")
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # the gradient of x[0] would copy
     return attend_line(q, k, v, row_plan, scaling, sliding_window)[None], None
+
+
+def _has_window(module: torch.nn.Module) -> bool:
+    """Whether the configuration gives this layer a sliding window."""
+    config: Any = getattr(module, "config", None)
+    if (kinds := getattr(config, "layer_types", None)) is None:
+        return getattr(config, "sliding_window", None) is not None
+    layer = getattr(module, "layer_idx", None)
+    return isinstance(layer, int) and kinds[layer] == "sliding_attention"
 
 
 def attend_line(

@@ -42,6 +42,12 @@ PADDED = {
         **GROUPED, num_local_experts=2, intermediate_size_mlp=48, attention_chunk_size=64
     ),  # what transformers calls its base model is all of it
 }
+WINDOWS = {  # their layers tell attention of the window only by the mask
+    "phimoe": transformers.PhimoeConfig(**GROUPED, num_local_experts=4, sliding_window=32),
+    "qwen2_moe": transformers.Qwen2MoeConfig(
+        **GROUPED, num_experts=4, use_sliding_window=True, sliding_window=32, max_window_layers=1
+    ),
+}
 REFUSED = {
     "modernbert-decoder": transformers.ModernBertDecoderConfig(**SIZES, cls_token_id=0, sep_token_id=1),
     "xlnet": transformers.XLNetConfig(vocab_size=64, d_model=32, n_layer=2, n_head=4, d_inner=48),
@@ -102,6 +108,23 @@ def test_numbers_and_gradients_are_the_models_own(kind: str, one_rank: None, tmp
         torch.testing.assert_close(gradient.to_local(), wanted, atol=2e-3, rtol=2e-3, msg=name)
 
 
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_windows_of_masks_are_kept(kind: str, one_rank: None, tmp_path: Path) -> None:
+    """In rows that are longer than the window, which those of the comparison are not."""
+    lm = saved(WINDOWS[kind], tmp_path)
+    engine = make_engine(str(tmp_path), {})
+    assert engine._padded
+    draw = torch.Generator().manual_seed(0)
+    prompts, responses = (
+        ragged.from_rows([torch.randint(64, (n,), generator=draw) for n in lengths])
+        for lengths in ((20, 3), (50, 7))
+    )
+    rows = DataProto.from_dict({"prompts": prompts, "responses": responses})
+    found = ragged.parts(engine.forward([rows]).get("log_probs"))[0]
+    expected = torch.cat(response_log_probs(lm, rows)).detach()
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_would_be_computed_wrong_is_refused(
@@ -135,14 +158,17 @@ def test_wrong_numbers_are_distinguished_from_rounding_by_medians_and_means() ->
 
 
 def test_how_far_numbers_are_off_is_said_of_the_worst_row() -> None:
+    """Or, where rounding cannot be that large, of the worst token."""
     lengths = torch.tensor([3, 2])
     ours = torch.tensor([0.1, 0.2, 0.9, 0.5, 0.7])
-    worst, middle = deviation(ours, torch.zeros(5), lengths)
-    assert (worst, middle) == (pytest.approx(0.6), pytest.approx(0.5))
     states = torch.full((5, 2), 2.0)
-    assert deviation(states + 0.5, states, lengths) == (0.25, 0.25), "relative to their size"
-    ours[4] = float("nan")
-    assert deviation(ours, torch.zeros(5), lengths) == (float("inf"), float("inf"))
+    for exact, row in ((False, 0.6), (True, 0.9)):
+        worst, middle = deviation(ours, torch.zeros(5), lengths, exact=exact)
+        assert (worst, middle) == (pytest.approx(row), pytest.approx(0.5))
+        found = deviation(states + 0.5, states, lengths, exact=exact)
+        assert found == (0.25, 0.25), "relative to their size"
+        broken = ours.clone().index_fill_(0, torch.tensor(4), torch.nan)
+        assert deviation(broken, torch.zeros(5), lengths, exact=exact) == (float("inf"), float("inf"))
     assert within_tolerance(float("inf"), float("inf"), torch.bfloat16) is False
     assert (
         within_tolerance(0.3, ROUNDED + 0.01, torch.bfloat16) is False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -64,6 +65,11 @@ def test_columns_that_are_ragged_in_another_dimension_are_refused(rows: list[tup
         ValueError, match="column 'x' is ragged in dimension 2; rows may differ in their first"
     ):
         DataProto.from_dict({"x": column})
+    data = DataProto.from_dict({"n": torch.zeros(len(rows))})
+    data.batch["x"] = column
+    for wrong in (lambda: data.select_idxs([0]), lambda: data.chunk(1), lambda: pickle.dumps(data)):
+        with pytest.raises(ValueError, match="ragged in dimension 1 only, not in dimension 2"):
+            wrong()
 
 
 def test_rows_of_lists_stay_lists() -> None:

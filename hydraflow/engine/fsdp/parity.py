@@ -37,6 +37,7 @@ from hydraflow.models.probe import (
     LIMITS,
     REFUSED,
     deviation,
+    is_exact,
     is_rounding,
     own_log_probs,
     probe_rows,
@@ -102,7 +103,7 @@ def _mismatch(
         ours = _as_trained(module, pack(*rows, device=device, padded=pads), ulysses)
         config._attn_implementation = own_attention
         theirs = published()
-        found = deviation(ours, theirs, ragged.lengths(rows[1]))
+        found = deviation(ours, theirs, ragged.lengths(rows[1]), exact=is_exact(module, dtype))
     except REFUSED as error:
         if ran_out_of_memory(error) or isinstance(error, ConfigError | DistError):
             raise
