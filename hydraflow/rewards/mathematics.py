@@ -45,7 +45,8 @@ def equivalent(solution_str: str, ground_truth: Any) -> dict[str, float]:
 
 def after_answer(solution_str: str, ground_truth: Any) -> dict[str, float]:
     r"""Compares what follows the last `Answer:` on its line, as DAPO's prompts ask, or without one the last
-    boxed expression. `score`: 1 when it equals the ground truth, else -1, as in verl; `acc`: 1 or 0.
+    boxed expression; other text is no answer. `score`: 1 when it equals the ground truth, else -1, as in
+    verl; `acc`: 1 or 0.
 
     >>> after_answer("First \\boxed{7}, no. Answer: $34$", "34")
     {'score': 1.0, 'acc': 1.0}
@@ -54,9 +55,11 @@ def after_answer(solution_str: str, ground_truth: Any) -> dict[str, float]:
     """
     marked = _ANSWER.findall(solution_str)
     answer = marked[-1].strip(" *.") if marked else ""
-    if answer and "\\boxed" not in answer:
+    if not answer:
+        answer = last_boxed(solution_str) if "\\boxed{" in solution_str else ""
+    elif "\\boxed" not in answer:
         answer = f"\\boxed{{{answer.strip('$')}}}"
-    right = equivalent(answer or solution_str, ground_truth)["acc"]
+    right = equivalent(answer, ground_truth)["acc"]
     return {"score": 2 * right - 1, "acc": right}
 
 

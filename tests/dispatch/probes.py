@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -89,6 +90,15 @@ class Probe(Worker):
             "master": (process.master_addr, process.master_port), "timeout": process.timeout_s,
             "threads": torch.get_num_threads(), "omp": os.environ.get("OMP_NUM_THREADS"),
         }  # fmt: skip
+
+    @register(Dispatch.ONE_TO_ALL)
+    def new_pages(self) -> int:
+        """Pages that the system gives this process for ten tensors of 16 MiB, one after the other."""
+        for count in (10, 10):  # the first ten may need new ones
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            for _ in range(count):
+                torch.ones(2**22)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
     @register(Dispatch.ONE_TO_ALL)
     def peer_offset(self, role: str) -> int:

@@ -8,11 +8,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from dispatch.probes import Described
+from dispatch.probes import Described, Probe
 
 from hydraflow.dispatch.config import RayInitConfig, RuntimeEnvConfig
 from hydraflow.dispatch.environment import settle_command, variables
-from hydraflow.dispatch.group import Timeouts
+from hydraflow.dispatch.group import Timeouts, WorkerGroup
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
@@ -110,3 +110,9 @@ def test_a_second_start_in_a_process_finds_its_own_folders() -> None:
     assert first["TORCHINDUCTOR_CACHE_DIR"] == "/mine/rank_1"
     again = variables(1, node_ip="127.0.0.1", environ={**first})
     assert again["TORCHINDUCTOR_CACHE_DIR"] == "/mine/rank_1"
+
+
+@pytest.mark.skipif(any(name.startswith("MALLOC_") for name in os.environ), reason="the user's word counts")
+def test_workers_keep_the_memory_that_they_free(groups: dict[int, WorkerGroup]) -> None:
+    """Ten tensors of 4,096 pages; by default all 40,960 of these are new ones."""
+    assert groups[1].role("probe").call(Probe.new_pages)[0] < 400

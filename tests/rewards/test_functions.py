@@ -87,6 +87,8 @@ def test_forms_of_mathematical_answers(response: str, truth: str, score: float) 
         (r"So \boxed{34}.", True),
         (r"So \boxed{34}.\nAnswer: 35", False),
         ("I do not know.", False),
+        ("It is 34, or 35. I guess 34.", False),
+        (r"\boxed{34", False),
     ],
 )
 def test_answers_of_dapo(source: str, response: str, right: bool) -> None:
