@@ -93,11 +93,11 @@ class Probe(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def new_pages(self) -> int:
-        """Pages that the system gives this process for ten tensors of 16 MiB, one after the other."""
+        """Pages that the system gives this process for ten tensors of 64 MiB, one after the other."""
         for count in (10, 10):  # the first ten may need new ones
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             for _ in range(count):
-                torch.ones(2**22)
+                torch.ones(2**24)
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
     @register(Dispatch.ONE_TO_ALL)

@@ -114,5 +114,5 @@ def test_a_second_start_in_a_process_finds_its_own_folders() -> None:
 
 @pytest.mark.skipif(any(name.startswith("MALLOC_") for name in os.environ), reason="the user's word counts")
 def test_workers_keep_the_memory_that_they_free(groups: dict[int, WorkerGroup]) -> None:
-    """Ten tensors of 4,096 pages; by default all 40,960 of these are new ones."""
+    """Ten tensors of 16,384 pages; by default all of these are new ones. glibc itself keeps up to 32 MiB."""
     assert groups[1].role("probe").call(Probe.new_pages)[0] < 400
