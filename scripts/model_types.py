@@ -5,8 +5,8 @@ against transformers' own.
     python scripts/model_types.py qwen3 mamba2     # only these; prints to the terminal
 
 In: tiny models with random weights (`tiny_types.py`). The training engine loads each as a policy, with
-adapters, and as a value model; its log-probabilities and gradients are compared with those of transformers'
-own code, row by row; the built-in engine samples from it, and its log-probabilities are compared likewise.
+adapters, and as a value model; its numbers and gradients are compared with those of transformers' own code,
+row by row; the built-in engine samples from it, and its log-probabilities are compared likewise.
 In bf16 only the decision is compared: a type that is refused in float32 must not be accepted there. Each type
 runs in its own process. Out: a table; exit code 1 if a type gives wrong numbers, or fails with anything but a
 refusal. Left out on purpose: pretrained weights, and rows longer than a few dozen tokens.
@@ -27,13 +27,15 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # `scripts` is not installed
 
@@ -48,6 +50,7 @@ from hydraflow.generation.config import RolloutConfig
 from hydraflow.generation.native import NativeEngine, build
 from hydraflow.metrics import Metric
 from hydraflow.models.config import ModelConfig
+from hydraflow.models.heads import ValueModel, backbone_of
 from hydraflow.models.loading import load_config
 from hydraflow.models.probe import own_log_probs
 from hydraflow.protocol import ragged
@@ -135,23 +138,97 @@ def loss_of(output: ModelOutput, columns: Mapping[str, Tensor]) -> tuple[Tensor,
     return found.sum(), {"n": metrics.summed(1)}
 
 
-def as_policy(folder: Path) -> Outcome:
-    """Compares log-probabilities and gradients with those of transformers."""
-    engine = engine_of(folder)
-    lm, rows = own_model(folder), rows_of()
-    expected = log_probs_of_all(lm, ragged.rows(rows.get("prompts")), ragged.rows(rows.get("responses")))
-    said = ragged.parts(engine.forward(rows.split(3)).get("log_probs"))[0]
-    off = float((said - expected.detach()).abs().max())
+def compared(
+    engine: FSDPEngine,
+    numbers: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor],
+    gradients: Callable[[], Mapping[str, Tensor | None]],
+) -> Outcome:
+    """Compares with transformers' numbers (K,), given prompts and responses, and with the gradients of their
+    sum, by the name of the engine's parameter, after a backward pass; then the engine takes a step."""
+    rows = rows_of()
+    expected = numbers(ragged.rows(rows.get("prompts")), ragged.rows(rows.get("responses")))
+    column = "values" if isinstance(engine.module, ValueModel) else "log_probs"
+    found = ragged.parts(engine.forward(rows.split(3)).get(column))[0]
+    off = float((found - expected.detach()).abs().max())
     engine.forward_backward([rows], loss_of)
     expected.sum().backward()
-    own = dict(lm.named_parameters(remove_duplicate=False))
+    wanted = gradients()
+    trained = [(name, one) for name, one in engine.module.named_parameters() if one.requires_grad]
     worst = largest(
-        gradient_difference(parameter.grad, own[hf_name(engine.module, name)].grad)
-        for name, parameter in engine.module.named_parameters()
+        gradient_difference(one.grad, wanted[hf_name(engine.module, name)]) for name, one in trained
     )
+    engine.optimizer_step()
     word = PADDED if engine._padded else PACKED
     right = off < LOG_PROBS and worst < GRADIENTS
     return Outcome(word if right else WRONG, "" if right else f"{word}: {off:.2g}, {worst:.2g}", off, worst)
+
+
+def gradients_of(model: nn.Module, prefix: str = "") -> dict[str, Tensor | None]:
+    """Gradients by parameter; tied ones under each of their names."""
+    return {f"{prefix}{name}": one.grad for name, one in model.named_parameters(remove_duplicate=False)}
+
+
+def as_policy(folder: Path) -> Outcome:
+    """Compares log-probabilities and their gradients."""
+    engine, lm = engine_of(folder), own_model(folder)
+    return compared(engine, partial(log_probs_of_all, lm), partial(gradients_of, lm))
+
+
+def as_value_model(folder: Path) -> Outcome:
+    """Compares a critic's values and their gradients with those of a linear layer on transformers' model
+    without its head."""
+    engine, lm = engine_of(folder, head="value"), own_model(folder)
+    name, backbone = backbone_of(lm)
+    score = dict(engine.weights())["score.weight"].detach().clone().requires_grad_()
+
+    def values(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Tensor:
+        found = []
+        for prompt, response in zip(prompts, responses, strict=True):
+            states = backbone(input_ids=torch.cat([prompt, response])[None], use_cache=False)
+            found.append(states.last_hidden_state[0, len(prompt) - 1 : -1] @ score[0])
+        return torch.cat(found)
+
+    def gradients() -> dict[str, Tensor | None]:
+        return gradients_of(backbone, f"{name}.") | {"score.weight": score.grad}
+
+    return compared(engine, values, gradients)
+
+
+def with_adapters(folder: Path) -> Outcome:
+    """LoRA on all linear layers: compares with transformers' model whose matrices are W + s B A, where the
+    gradient D of such a matrix gives s B^T D for A and s D A^T for B."""
+    engine, lm = engine_of(folder, lora_rank=2), own_model(folder)
+    scale = ModelConfig().lora_alpha / 2
+    draw = torch.Generator().manual_seed(2)
+    sides: dict[str, dict[str, Tensor]] = {}
+    for name, one in engine.module.named_parameters():
+        if one.requires_grad:
+            layer, _, side = hf_name(engine.module, name).partition(".lora_")
+            mine = one.to_local() if isinstance(one, DTensor) else one
+            with torch.no_grad():
+                mine.copy_(torch.randn(mine.shape, generator=draw) * 0.1)  # B is zero at the start
+            sides.setdefault(layer, {})[f"{layer}.lora_{side}"] = mine.detach().clone()
+    for layer, pair in sides.items():
+        a, b = pair.values()
+        matrix_of(lm, layer).data += scale * (b @ a)
+
+    def gradients() -> dict[str, Tensor | None]:
+        found: dict[str, Tensor | None] = {}
+        for layer, pair in sides.items():
+            a, b = pair.values()
+            grad = matrix_of(lm, layer, of_gradient=True)
+            both = (None, None) if grad is None else (scale * b.T @ grad, scale * grad @ a.T)
+            found |= dict(zip(pair, both, strict=True))
+        return found
+
+    return compared(engine, partial(log_probs_of_all, lm), gradients)
+
+
+def matrix_of(lm: PreTrainedModel, layer: str, *, of_gradient: bool = False) -> Any:
+    """A layer's matrix (outputs, inputs), or its gradient."""
+    part = lm.get_submodule(layer)
+    found = part.weight.grad if of_gradient else part.weight
+    return found.T if isinstance(part, Conv1D) and found is not None else found
 
 
 def largest(differences: Iterable[float]) -> float:
@@ -167,25 +244,6 @@ def gradient_difference(mine: Tensor | None, wanted: Tensor | None) -> float:
         return 0.0
     ours, theirs = (torch.zeros_like(found) if one is None else one for one in (ours, wanted))
     return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-3))
-
-
-def trained_once(engine: FSDPEngine) -> Outcome:
-    """Runs a forward pass, a forward and backward pass, and an optimizer step."""
-    rows = rows_of()
-    engine.forward([rows])
-    engine.forward_backward([rows], loss_of)
-    engine.optimizer_step()
-    return Outcome(PADDED if engine._padded else PACKED)
-
-
-def as_value_model(folder: Path) -> Outcome:
-    """Trains it as a critic."""
-    return trained_once(engine_of(folder, head="value"))
-
-
-def with_adapters(folder: Path) -> Outcome:
-    """Trains it with LoRA on all linear layers."""
-    return trained_once(engine_of(folder, lora_rank=2))
 
 
 def sampler_of(folder: Path, lm: PreTrainedModel, dtype: torch.dtype) -> NativeEngine:
@@ -296,11 +354,14 @@ def examine_in_child(model_type: str) -> dict[str, Outcome]:
 HEAD = """# Types of models
 
 Written by `python scripts/model_types.py` with transformers {version}: for each type of causal language model
-that it has, what happens to a tiny model with random weights. Log-probabilities and gradients of the training
-engine (FSDP2), and log-probabilities of the built-in generation engine, were compared with those of
+that it has, what happens to a tiny model with random weights. Log-probabilities, values and gradients of the
+training engine (FSDP2), and log-probabilities of the built-in generation engine, were compared with those of
 transformers' own code, row by row, in float32; some rows are longer than the windows of these models. Where a
-type is accepted, log-probabilities differ by less than {log_probs}, gradients by less than {gradients} of the
-largest of their tensor. In bf16 nothing is accepted that is wrong in float32.
+type is accepted, log-probabilities and values differ by less than {log_probs}, gradients by less than
+{gradients} of the largest of their tensor. In bf16 nothing is accepted that is wrong in float32.
+
+Types that can be encoders are made decoders (`is_decoder=true`), and windows that are off by default are used
+(`use_sliding_window=true`). BERT as it is published is refused, as a critic too: its tokens see later ones.
 
 {counts}
 

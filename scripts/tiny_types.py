@@ -85,6 +85,7 @@ MORE: dict[str, dict[str, Any]] = {
         "linear_num_heads": 4,
         "layer_types": _LINEAR,
     },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "longcat_flash": {"head_dim": 8, "qk_head_dim": 16},
     "mamba2": {"num_heads": 8},
@@ -133,6 +134,8 @@ def _shrunk(kind: type[PreTrainedConfig], more: Mapping[str, Any]) -> PreTrained
     own = {name: size for name, size in _SMALL.items() if name in known}
     if "is_decoder" in known:
         own["is_decoder"] = True
+    if "use_sliding_window" in known:  # in the upper half of the layers
+        own |= {"use_sliding_window": True, "max_window_layers": 2}
     if "kv_lora_rank" in known:  # latent attention has as many heads of keys as of queries
         own["num_key_value_heads"] = own["num_attention_heads"]
     return kind(**{**own, **more, **within})

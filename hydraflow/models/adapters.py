@@ -8,6 +8,7 @@ training (`engine/fsdp/lora.py`), sampling with them (`generation/vllm_adapters.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -19,6 +20,10 @@ from hydraflow.models.linear import PLAIN_LINEAR
 ALL_LINEAR = "all-linear"
 SIDES = ("lora_A", "lora_B")
 """The two modules of an adapter, with weights A (rank, in) and B (out, rank)."""
+
+UNCALLED = (".mixer.dt_proj", ".mamba.dt_proj", ".router.classifier")
+"""Linear layers whose weight their model's code reads without calling them (Mamba, Falcon Mamba, Jamba,
+LongCat): an adapter there would not be trained."""
 
 
 class Form(Enum):
@@ -76,8 +81,14 @@ def linear_layers(hf: nn.Module) -> list[str]:
     >>> linear_layers(nn.ModuleDict(blocks))
     ['up']
     """
-    named = hf.named_modules()
-    return list(dict.fromkeys(name.rpartition(".")[2] for name, part in named if is_linear(part)))
+    return list(dict.fromkeys(name.rpartition(".")[2] for name, _ in _adaptable(hf)))
+
+
+def _adaptable(hf: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The layers that can have an adapter, by name."""
+    for name, part in hf.named_modules():
+        if is_linear(part) and not name.endswith(UNCALLED):
+            yield name, part
 
 
 def subclassed_linear_layers(hf: nn.Module) -> list[str]:
@@ -99,7 +110,7 @@ def target_names(targets: str | list[str], hf: nn.Module) -> list[str]:
         return targets
     if targets.lower() == ALL_LINEAR:
         head = hf.get_output_embeddings()  # type: ignore[operator]
-        return [name for name, part in hf.named_modules() if is_linear(part) and part is not head]
+        return [name for name, part in _adaptable(hf) if part is not head]
     if found := [name for name, _ in hf.named_modules() if name and re.fullmatch(targets, name)]:
         return found
     raise ValueError(f"no module matches {targets}")
@@ -109,8 +120,7 @@ def adapted_layers(layers: AdapterLayers, hf: nn.Module) -> dict[str, nn.Module]
     """Full names of the linear layers that get an adapter; as in peft, a list may name suffixes."""
     targets = layers.targets if isinstance(layers.targets, str) else list(layers.targets)
     ends = tuple(f".{name}" for name in target_names(targets, hf))
-    named = hf.named_modules()
-    return {name: part for name, part in named if is_linear(part) and f".{name}".endswith(ends)}
+    return {name: part for name, part in _adaptable(hf) if f".{name}".endswith(ends)}
 
 
 def add_shapes(layers: AdapterLayers, hf: nn.Module) -> None:
@@ -126,7 +136,7 @@ def add_shapes(layers: AdapterLayers, hf: nn.Module) -> None:
 
 
 def is_linear(part: nn.Module) -> bool:
-    """Whether a layer can have an adapter."""
+    """Whether a layer is a linear one that returns a tensor."""
     from transformers.pytorch_utils import Conv1D
 
     # not isinstance: a router that is a subclass of Linear returns more than a tensor

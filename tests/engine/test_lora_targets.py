@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, FalconConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, FalconConfig, LlamaConfig, MambaConfig
 
 from hydraflow.engine.fsdp.lora import add_adapters, require_targets
 from hydraflow.errors import ConfigError
@@ -82,6 +82,21 @@ def test_a_model_with_a_linear_layer_of_its_own_has_a_remedy_that_works(targets:
     assert problem.remedy == f"model.target_modules=[{','.join(names)}]"
     add(falcon, names)
     assert len([name for name, _ in falcon.named_parameters() if ".lora_A." in name]) == len(names)
+
+
+def test_a_layer_that_the_code_does_not_call_gets_no_adapter() -> None:
+    """Mamba multiplies by the weight of `dt_proj` itself."""
+    config = MambaConfig(vocab_size=17, hidden_size=8, state_size=4, num_hidden_layers=1)
+    with torch.device("meta"):
+        named, mamba = (AutoModelForCausalLM.from_config(config) for _ in range(2))
+    with pytest.raises(ConfigError) as caught:
+        add(named, ["in_proj", "dt_proj"])
+    [problem] = caught.value.problems
+    assert problem.rule.startswith("backbone.layers.0.mixer.dt_proj cannot have an adapter")
+    assert problem.remedy == "model.target_modules=all-linear"
+    add(mamba, "all-linear")
+    found = {name.split(".")[-4] for name, _ in mamba.named_parameters() if ".lora_A." in name}
+    assert found == {"in_proj", "x_proj", "out_proj"}
 
 
 def add(hf: torch.nn.Module, targets: object) -> None:

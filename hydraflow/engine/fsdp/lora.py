@@ -22,6 +22,7 @@ from hydraflow.errors import ConfigError, first_line
 from hydraflow.models.adapters import (
     ALL_LINEAR,
     SIDES,
+    UNCALLED,
     adapter_name,
     is_adapter,
     linear_layers,
@@ -80,6 +81,10 @@ def add_adapters(hf: nn.Module, model: ModelConfig, dtype: torch.dtype, *, field
         raise ConfigError.one(key, targets, rule, f"{key}={remedy}") from error
     if any(".lora_embedding_" in name for name, _ in hf.named_parameters()):
         raise ConfigError.one(key, targets, "embeddings cannot have adapters", f"{key}={remedy}")
+    layers = [name.removesuffix(".weight") for name in adapted(hf)]
+    if uncalled := [name for name in layers if name.endswith(UNCALLED)]:
+        rule = f"{uncalled[0]} cannot have an adapter: the model's code reads its weight without calling it"
+        raise ConfigError.one(key, targets, rule, f"{key}={remedy}")
     if (head := _tied_head(hf)) is not None:
         rule = f"an adapter of {head} cannot be kept apart from the embeddings, which share its weight"
         kept = [target for target in targets if not f".{head}".endswith(f".{target}")]
