@@ -34,6 +34,7 @@ import importlib.util
 import json
 import multiprocessing
 import platform
+import re
 import sys
 import tempfile
 import time
@@ -93,6 +94,13 @@ def installed() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = "missing"
     return found
+
+
+def least_versions() -> dict[str, str]:
+    """The lowest versions of the needed libraries, by setup.py."""
+    text = (Path(__file__).parents[1] / "setup.py").read_text()
+    found = dict(re.findall(r'"([\w-]+)(?:\[\w+\])?>=([\d.]+)"', text))
+    return {name: found[name] for name in NEEDED}
 
 
 def write_model(sizes: Mapping[str, int], folder: Path, dtype: torch.dtype, kind: str = "qwen3") -> str:
@@ -511,6 +519,11 @@ def main() -> int:
     if missing := [name for name in NEEDED if libraries[name] == "missing"]:
         print(f"missing: {', '.join(missing)}", file=sys.stderr)
         return 2
+    from packaging.version import Version  # transformers needs it, too
+
+    for name, least in least_versions().items():
+        if Version(libraries[name]) < Version(least):
+            print(f"{name} {libraries[name]} is older than hydraflow requires ({least})", file=sys.stderr)
     import torch
 
     if given.device != "cpu" and not torch.get_device_module(given.device).is_available():

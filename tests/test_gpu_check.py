@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import runpy
@@ -54,6 +55,33 @@ def test_without_a_gpu_it_says_so(
     monkeypatch.setattr(sys, "argv", ["gpu_check.py"])
     assert check["main"]() == 2
     assert "finds no cuda device here" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize(
+    ("library", "found", "said"),
+    [
+        ("tensordict", None, "missing: tensordict"),
+        ("torch", "2.11.0+cpu", "torch 2.11.0+cpu is older than hydraflow requires (2.13)"),
+    ],
+)
+def test_what_is_missing_or_old_is_named(
+    library: str,
+    found: str | None,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def version(name: str) -> str:
+        if name == library and found is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found if name == library and found else known(name)
+
+    known = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py"])
+    assert runpy.run_path(str(SCRIPTS / "gpu_check.py"))["main"]() == 2
+    assert said in capsys.readouterr().err.splitlines()
 
 
 def test_wrong_numbers_are_noticed(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
