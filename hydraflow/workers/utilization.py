@@ -1,10 +1,10 @@
 """Model FLOPs utilization (MFU) of updates, and of the passes without gradients between them.
 
 In: the rows and the seconds. Out: a share of the peak. Only what the model needs is counted (Chowdhery et al.
-2022, https://arxiv.org/abs/2204.02311, appendix B): recomputed activations and padded tokens do not count, a
-prompt that neighbouring rows share counts for each of them. Left out on purpose: types of models whose
-matrices are not known exactly (`memory/shape.py`), sliding windows, and generation, which memory bandwidth
-limits (`perf/throughput` describes it).
+2022, https://arxiv.org/abs/2204.02311, appendix B): recomputed activations, padded tokens and keys that a
+query does not see do not count, a prompt that neighbouring rows share counts for each of them. Left out on
+purpose: types of models that `models/flops.py` does not know, and generation, which memory bandwidth limits
+(`perf/throughput` describes it).
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from hydraflow.device import peak_flops
-from hydraflow.errors import ConfigError
-from hydraflow.memory.shape import FAMILIES, ModelShape, shape_of
 from hydraflow.metrics import Metric, mean
 from hydraflow.models.config import ModelConfig
+from hydraflow.models.flops import LayerFlops, layer_flops
 from hydraflow.models.loading import load_config
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
@@ -28,23 +27,21 @@ from hydraflow.protocol.batch import DataProto
 class ModelWork:
     """FLOPs of a model's passes."""
 
-    shape: ModelShape
-    outputs: int
-    """Outputs of the head: the vocabulary size, or 1."""
+    layers: LayerFlops
+    head: int
+    """FLOPs of one token with the output matrix."""
     frozen: bool
     """Only adapters are trained, so weights get no gradient."""
 
     @staticmethod
     def of(model: ModelConfig, head: str, field: str) -> ModelWork | None:
-        """None: the matrices of this model type are not known."""
-        described = load_config(model, field=field).to_dict()
-        if described.get("model_type") not in FAMILIES:
+        """None: the products of this model type are not known."""
+        config = load_config(model, field=field).get_text_config()
+        layers = layer_flops(config)
+        if layers is None:
             return None
-        try:
-            shape = shape_of(described, field=field)
-        except ConfigError:
-            return None
-        return ModelWork(shape, shape.vocabulary if head == "policy" else 1, model.lora_rank > 0)
+        outputs = config.vocab_size if head == "policy" else 1
+        return ModelWork(layers, 2 * config.hidden_size * outputs, model.lora_rank > 0)
 
     def update(self, prompts: Tensor, responses: Tensor) -> float:
         """FLOPs of a forward and a backward pass over rows of these lengths, (B,) each. A product takes two
@@ -58,15 +55,21 @@ class ModelWork:
 
     def _products(self, prompts: Tensor, responses: Tensor) -> tuple[float, float]:
         """FLOPs of a forward pass: of products with weights, and of queries with keys and values."""
-        shape, tokens = self.shape, (prompts + responses - 1).double()  # (B,)
-        matrices = 2 * shape.layers * shape.hidden * (shape.q_width + shape.kv_width)
-        matrices += 3 * shape.dense_layers * shape.hidden * shape.intermediate
-        chosen = shape.experts_per_token * shape.expert + shape.shared_expert + shape.hidden * shape.experts
-        matrices += shape.sparse_layers * chosen
-        # a query attends to its own and all earlier keys, and as many values
-        attended = shape.layers * shape.q_width * float((tokens * (tokens + 1)).sum())
-        head = shape.hidden * self.outputs * int(responses.sum())
-        return 2 * (matrices * float(tokens.sum()) + head), 2 * attended
+        tokens = (prompts + responses - 1).double()  # (B,)
+        weights = self.layers.per_token * float(tokens.sum()) + self.head * int(responses.sum())
+        attended = sum(flops * _pairs(tokens, window) for window, flops in self.layers.per_pair.items())
+        return weights, attended
+
+
+def _pairs(tokens: Tensor, window: int | None) -> float:
+    """Pairs of a query with a key that it sees, in rows of these lengths, (B,): its own and all earlier ones,
+    or the last `window` of them.
+
+    >>> _pairs(torch.tensor([4.0]), None), _pairs(torch.tensor([4.0]), 2)  # 1 + 2 + 3 + 4, 1 + 2 + 2 + 2
+    (10.0, 7.0)
+    """
+    beyond = torch.zeros_like(tokens) if window is None else (tokens - window).clamp(min=0)
+    return float((tokens * (tokens + 1) - beyond * (beyond + 1)).sum()) / 2
 
 
 class Utilization:
