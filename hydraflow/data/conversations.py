@@ -252,7 +252,7 @@ def _by_prefixes(
         ids, start, end = whole[row], before[i], after.get(i, whole[row])
         found: tuple[int, int] | None
         if ids[: len(start)] == start and ids[: len(end)] == end and len(end) > len(start):
-            found = len(start), end_of_turn(tokenizer, ids, len(start), len(end), special)
+            found = len(start), turns_of.end_of_turn(tokenizer, ids, len(start), len(end), special)
         elif (found := find_turn(chats[row], turn, whole=ids, before=start)) is None:
             problems.append(records[row].problem(_REWRITES.format(turn), _INSTEAD))
             continue
@@ -266,17 +266,6 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Ids of the tokenizer's control tokens."""
     added = tokenizer.added_tokens_decoder.items()
     return {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
-
-
-def end_of_turn(
-    tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int, end: int, special: set[int]
-) -> int:
-    """Where the model's own tokens end in the turn ids[start:end]: white space after its end token belongs to
-    the template."""
-    ends = [i for i in range(start, end) if ids[i] in special]
-    if ends and not str(tokenizer.decode(ids[ends[-1] + 1 : end])).strip():
-        return ends[-1] + 1
-    return end
 
 
 def _check_lengths(

@@ -28,13 +28,14 @@ from hydraflow.data.conversations import (
     truncated,
 )
 from hydraflow.data.files import FileRecord, raise_problems, read_records, require_columns
-from hydraflow.data.turns import WITHIN_A_TURN
 from hydraflow.errors import ConfigError
 from hydraflow.protocol.batch import DataProto
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_WITHIN_A_TURN = {"<think>", "</think>", "<|channel|>", "<|message|>"}
+"""Control tokens of some models that do not end a turn; gpt-oss opens one with the last two."""
 _SAME = "chosen and rejected are the same"
 _LOST = {
     "left": "truncated on the left to data.max_length={}, a response would lose its beginning",
@@ -177,7 +178,7 @@ def _ended(
     start = len(ids)
     while start > 0 and (trained[start - 1] or 1 not in trained[start:]):
         text = str(tokenizer.decode(ids[start - 1])).strip()
-        is_control = ids[start - 1] in special and text not in WITHIN_A_TURN
+        is_control = ids[start - 1] in special and text not in _WITHIN_A_TURN
         if text and (not is_control or content.endswith(text)):
             break
         start -= 1
