@@ -33,6 +33,8 @@ ROOT = HERE.parents[1]
 RESULTS, PAGE = ROOT / ".bench" / "results", ROOT / "docs" / "performance.md"
 UNITS = {"AMX": "amx_bf16", "AVX-512 for bf16": "avx512_bf16", "AVX-512": "avx512f"}
 """The best unit that multiplies matrices -> its flag in /proc/cpuinfo, best first."""
+NUMBERS = {"family": "cpu family", "model": "model"}
+"""What identifies a processor -> its key in /proc/cpuinfo."""
 LIMIT_SECONDS = 900
 """Time limit of one benchmark."""
 QUIET = 0.5
@@ -381,12 +383,14 @@ def line(row: Row) -> str:
 
 
 def machine() -> str:
-    """Number of cores, processor and Python version."""
+    """Number of cores, processor and Python version. Virtual machines often give the name of a series only,
+    so family and model follow."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     facts = {key.strip(): value.strip() for key, _, value in (one.partition(":") for one in lines)}
     flags = facts.get("flags", "").split()
     units = next((unit for unit, flag in UNITS.items() if flag in flags), "neither AMX nor AVX-512")
-    cores = f"{len(os.sched_getaffinity(0))} cores of {facts.get('model name', 'a CPU')}"
+    number = "".join(f", {name} {facts[key]}" for name, key in NUMBERS.items() if key in facts)
+    cores = f"{len(os.sched_getaffinity(0))} cores of {facts.get('model name', 'a CPU')}{number}"
     return f"{cores} with {units}, Python {platform.python_version()}"
 
 

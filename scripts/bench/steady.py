@@ -35,8 +35,6 @@ class Steady:
     """Median seconds of each phase."""
     ray_share: float
     """Fraction of a step outside of the time that the workers measured themselves."""
-    response_tokens: float
-    """Mean response length."""
 
 
 def default_assets(*overrides: str) -> ArithmeticAssets:
@@ -76,5 +74,4 @@ def hydraflow_steps(steps: int, *overrides: str, warm_up: int = WARM_UP) -> Stea
         first_step_after=rows[0]["perf/seconds_since_launch"],
         phases={name: round(statistics.median(row.get(name, 0.0) for row in counted), 4) for name in names},
         ray_share=statistics.median(row["perf/dispatch_share"] for row in counted),
-        response_tokens=statistics.mean(row["response_length/mean"] for row in counted),
     )

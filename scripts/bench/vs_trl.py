@@ -151,15 +151,24 @@ def peaks(dtype: str) -> list[float]:
     return [measured_flops(resolve_dtype(dtype, "cpu")) for _ in range(15)]
 
 
-def least_seconds(job: Job, tokens: float, model: Path, peak: float) -> tuple[float, float] | None:
-    """Seconds of sampling and of the update at the peak rate of all cores: a forward pass per response of
-    `tokens` tokens, each with its prompt, and one update. None if the model's FLOPs are unknown."""
+def response_lengths(written: Path, job: Job) -> torch.Tensor:
+    """(S, B) lengths of the S steps that count, from the texts that a run has written: a token is a
+    character, and a response that ends early has an end token."""
+    files = sorted(written.iterdir(), key=lambda file: int(file.stem))[job.warm_up :]
+    texts = [[len(json.loads(line)["output"]) for line in file.read_text().splitlines()] for file in files]
+    found = torch.tensor(texts)
+    return (found + 1).clamp(max=job.tokens) if job.ends else torch.full_like(found, job.tokens)
+
+
+def least_seconds(lengths: torch.Tensor, model: Path, peak: float) -> tuple[float, float] | None:
+    """Seconds of a step's sampling and of its update at the peak rate of all cores: a forward pass over each
+    response and its prompt, and one update. None if the model's FLOPs are unknown. lengths: (S, B) of S
+    steps."""
     work = ModelWork.of(ModelConfig(path=str(model)), "policy", "model")
     if work is None:
         return None
-    rows = torch.ones(job.trajectories, dtype=torch.int64)
-    lengths = rows * PROMPT_TOKENS, rows * round(tokens)
-    return work.forward(*lengths) / peak, work.update(*lengths) / peak
+    rows = torch.full((lengths.numel(),), PROMPT_TOKENS), lengths.flatten()
+    return work.forward(*rows) / len(lengths) / peak, work.update(*rows) / len(lengths) / peak
 
 
 def compare(name: str, job: Job, dtype: str, steps: int, venv: Path) -> dict[str, object]:
@@ -169,20 +178,22 @@ def compare(name: str, job: Job, dtype: str, steps: int, venv: Path) -> dict[str
         end_every = 2 * job.tokens if job.ends else None
         held = None if name == "recipe" else write_model(name, Path(folder) / name, end_every=end_every)
         before = peaks(dtype)
-        ours = our_steps(job, held, assets.train, dtype, steps)
+        texts = Path(folder) / "texts"
+        ours = our_steps(job, held, assets.train, dtype, steps, f"trainer.rollout_data_dir={texts}")
         peak = statistics.median([*before, *peaks(dtype)])
         model, python = held or assets.model, trl_python(venv)
         theirs = {
             threads: trl_steps(python, job, model, assets.train, dtype, steps, threads) for threads in (2, 1)
         }
-        least = least_seconds(job, ours.response_tokens, model, peak)
+        lengths = response_lengths(texts, job)
+        least = least_seconds(lengths, model, peak)
     best = min(result["seconds_per_step"] for result in theirs.values())
     return {
         "model": name,
         "dtype": dtype,
         "tokens": job.tokens,
         "ragged": job.ends,
-        "response_tokens": ours.response_tokens,
+        "response_tokens": float(lengths.double().mean()),
         "trajectories_per_step": job.trajectories,
         "hydraflow_trajectories_per_s": round(job.trajectories / ours.median, 1),
         "trl_trajectories_per_s": round(job.trajectories / best, 1),
