@@ -151,13 +151,17 @@ def peaks(dtype: str) -> list[float]:
     return [measured_flops(resolve_dtype(dtype, "cpu")) for _ in range(15)]
 
 
-def response_lengths(written: Path, job: Job) -> torch.Tensor:
-    """(S, B) lengths of the S steps that count, from the texts that a run has written: a token is a
-    character, and a response that ends early has an end token."""
-    files = sorted(written.iterdir(), key=lambda file: int(file.stem))[job.warm_up :]
-    texts = [[len(json.loads(line)["output"]) for line in file.read_text().splitlines()] for file in files]
-    found = torch.tensor(texts)
-    return (found + 1).clamp(max=job.tokens) if job.ends else torch.full_like(found, job.tokens)
+def response_lengths(job: Job, model: Path | None, problems: Path, dtype: str, steps: int) -> torch.Tensor:
+    """(S, B) lengths of the responses in the steps that count. Where they may end early, from the texts of
+    another run, which are the same: writing them takes time. A token is a character, and a response that ends
+    early has an end token; the few padding tokens that a random model samples are not seen."""
+    if not job.ends:
+        return torch.full((1, job.trajectories), job.tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        our_steps(job, model, problems, dtype, steps, f"trainer.rollout_data_dir={folder}")
+        files = sorted(Path(folder).iterdir(), key=lambda file: int(file.stem))[job.warm_up :]
+        texts = [[json.loads(line)["output"] for line in file.read_text().splitlines()] for file in files]
+    return torch.tensor([[min(len(text) + 1, job.tokens) for text in of_step] for of_step in texts])
 
 
 def least_seconds(lengths: torch.Tensor, model: Path, peak: float) -> tuple[float, float] | None:
@@ -178,14 +182,13 @@ def compare(name: str, job: Job, dtype: str, steps: int, venv: Path) -> dict[str
         end_every = 2 * job.tokens if job.ends else None
         held = None if name == "recipe" else write_model(name, Path(folder) / name, end_every=end_every)
         before = peaks(dtype)
-        texts = Path(folder) / "texts"
-        ours = our_steps(job, held, assets.train, dtype, steps, f"trainer.rollout_data_dir={texts}")
+        ours = our_steps(job, held, assets.train, dtype, steps)
         peak = statistics.median([*before, *peaks(dtype)])
         model, python = held or assets.model, trl_python(venv)
         theirs = {
             threads: trl_steps(python, job, model, assets.train, dtype, steps, threads) for threads in (2, 1)
         }
-        lengths = response_lengths(texts, job)
+        lengths = response_lengths(job, held, assets.train, dtype, steps)
         least = least_seconds(lengths, model, peak)
     best = min(result["seconds_per_step"] for result in theirs.values())
     return {
