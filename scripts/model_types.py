@@ -174,12 +174,21 @@ def as_policy(folder: Path) -> Outcome:
     return compared(engine, partial(log_probs_of_all, lm), partial(gradients_of, lm))
 
 
+def redraw(parameter: Tensor, draw: torch.Generator) -> Tensor:
+    """Sets a parameter to random values; returns a copy of them."""
+    mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    with torch.no_grad():
+        mine.copy_(torch.randn(mine.shape, generator=draw) * 0.1)
+    return mine.detach().clone()
+
+
 def as_value_model(folder: Path) -> Outcome:
     """Compares a critic's values and their gradients with those of a linear layer on transformers' model
     without its head."""
     engine, lm = engine_of(folder, head="value"), own_model(folder)
     name, backbone = backbone_of(lm)
-    score = dict(engine.weights())["score.weight"].detach().clone().requires_grad_()
+    weight: Any = engine.module.score.weight  # zero at the start
+    score = redraw(weight, torch.Generator().manual_seed(2)).requires_grad_()
 
     def values(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Tensor:
         found = []
@@ -204,10 +213,7 @@ def with_adapters(folder: Path) -> Outcome:
     for name, one in engine.module.named_parameters():
         if one.requires_grad:
             layer, _, side = hf_name(engine.module, name).partition(".lora_")
-            mine = one.to_local() if isinstance(one, DTensor) else one
-            with torch.no_grad():
-                mine.copy_(torch.randn(mine.shape, generator=draw) * 0.1)  # B is zero at the start
-            sides.setdefault(layer, {})[f"{layer}.lora_{side}"] = mine.detach().clone()
+            sides.setdefault(layer, {})[f"{layer}.lora_{side}"] = redraw(one, draw)  # B is zero at the start
     for layer, pair in sides.items():
         a, b = pair.values()
         matrix_of(lm, layer).data += scale * (b @ a)

@@ -253,7 +253,10 @@ def _by_prefixes(
         found: tuple[int, int] | None
         if ids[: len(start)] == start and ids[: len(end)] == end and len(end) > len(start):
             found = len(start), turns_of.end_of_turn(tokenizer, ids, len(start), len(end), special)
-        elif (found := find_turn(chats[row], turn, whole=ids, before=start)) is None:
+        else:
+            with template_faults(records[row]):
+                found = find_turn(chats[row], turn, whole=ids, before=start)
+        if found is None:
             problems.append(records[row].problem(_REWRITES.format(turn), _INSTEAD))
             continue
         masks[row][slice(*found)] = 1

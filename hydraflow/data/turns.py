@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 END_OF_REASONING = "</think>"
 MARK = "~mark"
-"""Begins with what no template writes after a message: where two renderings part is where the mark is."""
+"""Begins with a character that no template writes right after a message, so that two renderings first differ
+at the mark."""
 
 
 def find_turn(

@@ -3,7 +3,7 @@
 In: prompts, sampling settings, and a stream of weights. Out: responses with the log-probability of every
 token. Left out on purpose: paged caches, continuous batching and several devices per model, which serving
 engines have. This one is exact (its numbers are those of the trainer's forward pass), and for a given seed
-its samples do not depend on the rest of the batch.
+its samples do not depend on the rest of the batch, except for rounding where `decode.py` says so.
 
 Legend: B rows, R response, N tokens of all rows together.
 """

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -195,10 +196,15 @@ def packed_attention(
 def _has_window(module: torch.nn.Module) -> bool:
     """Whether the configuration gives this layer a sliding window."""
     config: Any = getattr(module, "config", None)
-    if (kinds := getattr(config, "layer_types", None)) is None:
-        return getattr(config, "sliding_window", None) is not None
-    layer = getattr(module, "layer_idx", None)
-    return isinstance(layer, int) and kinds[layer] == "sliding_attention"
+    window = getattr(config, "sliding_window", None)
+    if not window or window >= (getattr(config, "max_position_embeddings", None) or math.inf):
+        return False
+    if kinds := getattr(config, "layer_types", None):
+        layer = getattr(module, "layer_idx", None)
+        return isinstance(layer, int) and kinds[layer] == "sliding_attention"
+    if type(config).__module__.startswith("transformers."):
+        return hasattr(type(config), "sliding_window")  # else config.json has a key that the type ignores
+    return getattr(config, "use_sliding_window", True) is not False
 
 
 def attend_line(

@@ -180,8 +180,11 @@ def context_of(config: PreTrainedConfig, owner: str = "the model") -> Context | 
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     most: int | None = getattr(text, "max_position_embeddings", None)
-    if rope.get("rope_type") == "longrope" and (first := rope.get("original_max_position_embeddings")):
-        return Context(first, f"the {first} positions of {owner}'s short rotary tables (longrope)")
+    for table in [rope, *rope.values()]:  # some models have one for each type of layer
+        if not isinstance(table, Mapping) or table.get("rope_type") != "longrope":
+            continue
+        if first := table.get("original_max_position_embeddings"):
+            return Context(first, f"the {first} positions of {owner}'s short rotary tables (longrope)")
     return None if most is None else Context(most, f"{owner}'s {most} positions")
 
 

@@ -57,7 +57,8 @@ def own_log_probs(
 def is_exact(model: nn.Module, dtype: torch.dtype) -> bool:
     """Whether rounding changes no token visibly: in float32 and float64, unless it may route tokens to
     another expert."""
-    return dtype in LIMITS and not any("Experts" in type(part).__name__ for part in model.modules())
+    names = (f"{name} {type(part).__name__}".lower() for name, part in model.named_modules())
+    return dtype in LIMITS and not any("expert" in name or "moe" in name for name in names)
 
 
 def deviation(
@@ -73,11 +74,11 @@ def deviation(
     size = theirs.double().abs().mean() if ours.ndim > 1 else 1.0
     tokens = (ours.double() - theirs.double()).abs() / size
     if exact:
-        rows = tokens.flatten(1).mean(1) if ours.ndim > 1 else tokens
+        candidates = tokens.mean(1) if ours.ndim > 1 else tokens
     else:
         parts = tokens.split(row_lengths.tolist())
-        rows = torch.stack([part.quantile(0.5) for part in parts if part.numel()])
-    found = torch.stack([rows.max(), tokens.quantile(0.5)])
+        candidates = torch.stack([part.quantile(0.5) for part in parts if part.numel()])
+    found = torch.stack([candidates.max(), tokens.quantile(0.5)])
     worst, middle = torch.nan_to_num(found, nan=float("inf")).tolist()
     return worst, middle
 

@@ -18,6 +18,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _ANSWER = re.compile(r"answer\s*:[\s*]*([^\n]*)", re.IGNORECASE)
 _PERCENT = re.compile(r"\\?%")
+_BRACE = re.compile(r"\\boxed\{|[{}]")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 """Opens mathematics, unlike `\\$`, the sign of a currency."""
 
@@ -39,7 +40,7 @@ def equivalent(solution_str: str, ground_truth: Any) -> dict[str, float]:
     gold = _parse(marked)
     if not gold:
         raise ValueError(f"the ground truth {truth!r} cannot be read as mathematics")
-    right = float(_equal(gold, marked, last_boxed(solution_str)))
+    right = float(_equal(gold, marked, last_box(solution_str) or solution_str))
     return {"score": right, "acc": right}
 
 
@@ -56,27 +57,28 @@ def after_answer(solution_str: str, ground_truth: Any) -> dict[str, float]:
     marked = _ANSWER.findall(solution_str)
     answer = marked[-1].strip(" *.") if marked else ""
     if not answer:
-        answer = last_boxed(solution_str) if "\\boxed{" in solution_str else ""
+        answer = last_box(solution_str)
     elif "\\boxed" not in answer:
         answer = f"\\boxed{{{answer.strip('$')}}}"
     right = equivalent(answer, ground_truth)["acc"]
     return {"score": 2 * right - 1, "acc": right}
 
 
-def last_boxed(text: str) -> str:
-    r"""The last complete \boxed{...} of a text, else the whole text. math-verify itself would take all of
-    them for a set.
+def last_box(text: str) -> str:
+    r"""Of the complete \boxed{...} in a text the one that begins last; empty if there is none. math-verify
+    itself would take all of them for a set.
 
-    >>> last_boxed(r"\boxed{7}. Wait, no: it is \boxed{\frac{1}{2}}, I think.")
+    >>> last_box(r"\boxed{7}. Wait, no: it is \boxed{\frac{1}{2}}, I think. \boxed{3")
     '\\boxed{\\frac{1}{2}}'
     """
-    start = text.rfind("\\boxed{")
-    depth = 0
-    for end in range(start, len(text)) if start >= 0 else ():
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
-        if text[end] == "}" and depth == 0:
-            return text[start : end + 1]
-    return text
+    open_braces: list[int] = []
+    begin = end = 0
+    for brace in _BRACE.finditer(text):
+        if brace[0] != "}":
+            open_braces.append(brace.start() if brace[0] != "{" else -1)
+        elif open_braces and (start := open_braces.pop()) >= begin:
+            begin, end = start, brace.end()
+    return text[begin:end]
 
 
 def _equal(gold: list[Any], text: str, answer: str) -> bool:

@@ -93,7 +93,7 @@ def test_a_layer_that_the_code_does_not_call_gets_no_adapter() -> None:
         add(named, ["in_proj", "dt_proj"])
     [problem] = caught.value.problems
     assert problem.rule.startswith("backbone.layers.0.mixer.dt_proj cannot have an adapter")
-    assert problem.remedy == "model.target_modules=all-linear"
+    assert problem.remedy == "model.target_modules=[in_proj]"
     add(mamba, "all-linear")
     found = {name.split(".")[-4] for name, _ in mamba.named_parameters() if ".lora_A." in name}
     assert found == {"in_proj", "x_proj", "out_proj"}

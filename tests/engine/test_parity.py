@@ -4,6 +4,7 @@ log-probabilities and gradients are those of transformers' own forward pass."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,17 @@ from engine.rank_jobs import make_engine, padding_of
 from torch.distributed.tensor import DTensor
 
 from hydraflow import metrics
+from hydraflow.engine.fsdp import parity
 from hydraflow.engine.fsdp.build import hf_name
 from hydraflow.errors import ConfigError
-from hydraflow.models.probe import ROUNDED, deviation, is_rounding, probe_rows, within_tolerance
+from hydraflow.models.probe import (
+    ROUNDED,
+    deviation,
+    is_exact,
+    is_rounding,
+    probe_rows,
+    within_tolerance,
+)
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 from scripts.tiny_types import save_tiny, tiny_config
@@ -108,6 +117,20 @@ def test_numbers_and_gradients_are_the_models_own(kind: str, one_rank: None, tmp
         torch.testing.assert_close(gradient.to_local(), wanted, atol=2e-3, rtol=2e-3, msg=name)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.PhimoeConfig(**GROUPED, num_local_experts=4, sliding_window=128),  # all positions
+        transformers.LlamaConfig(**GROUPED, sliding_window=32),  # which Llama ignores
+    ],
+)
+def test_windows_that_hide_no_key_do_not_matter(
+    config: transformers.PretrainedConfig, one_rank: None, tmp_path: Path
+) -> None:
+    saved(config, tmp_path)
+    assert not make_engine(str(tmp_path), {})._padded
+
+
 @pytest.mark.parametrize("kind", WINDOWS)
 def test_windows_of_masks_are_kept(kind: str, one_rank: None, tmp_path: Path) -> None:
     """In rows that are longer than the window, which those of the comparison are not."""
@@ -157,8 +180,29 @@ def test_wrong_numbers_are_distinguished_from_rounding_by_medians_and_means() ->
         assert not rounds([0.1] * 5, torch.tensor([0.1, 0.1, 0.1, 0.1, broken]))
 
 
-def test_how_far_numbers_are_off_is_said_of_the_worst_row() -> None:
-    """Or, where rounding cannot be that large, of the worst token."""
+def test_every_token_counts_where_rounding_cannot_be_that_large() -> None:
+    """In bf16, and where it may route a token to another expert, it can."""
+    tiny = {
+        kind: transformers.AutoModelForCausalLM.from_config(PACKED[kind]) for kind in ("qwen3", "mixtral")
+    }
+    assert is_exact(tiny["qwen3"], torch.float32) and not is_exact(tiny["qwen3"], torch.bfloat16)
+    assert not is_exact(tiny["mixtral"], torch.float32)
+
+
+def test_one_wrong_token_is_noticed(one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one of packed rows; medians would hide it."""
+    saved(PACKED["qwen3"], tmp_path)
+    known = parity._as_trained
+
+    def off(module: Any, batch: Any, ulysses: Any) -> torch.Tensor:
+        found = known(module, batch, ulysses)
+        return found + (torch.arange(len(found)) == len(found) - 1) * (batch.plan is not None) * 0.01
+
+    monkeypatch.setattr(parity, "_as_trained", off)
+    assert make_engine(str(tmp_path), {})._padded
+
+
+def test_how_far_numbers_are_off_is_said_of_the_worst_row_or_token() -> None:
     lengths = torch.tensor([3, 2])
     ours = torch.tensor([0.1, 0.2, 0.9, 0.5, 0.7])
     states = torch.full((5, 2), 2.0)

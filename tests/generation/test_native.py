@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3Config,
+    VaultGemmaConfig,
 )
 
 from hydraflow.errors import ConfigError
@@ -403,8 +404,9 @@ def in_buckets(model: PreTrainedModel, max_bytes: int = 10**6) -> list[list[Weig
     return [list(bucket.weights()) for bucket in flat]
 
 
-def test_attention_scores_keep_their_cap() -> None:
-    config = Gemma2Config(**SMALL, sliding_window=6, query_pre_attn_scalar=8, attn_logit_softcapping=0.2)
+@pytest.mark.parametrize("kind", [Gemma2Config, VaultGemmaConfig])
+def test_attention_scores_keep_their_cap(kind: type[PreTrainedConfig]) -> None:
+    config = kind(**SMALL, sliding_window=6, query_pre_attn_scalar=8, attn_logit_softcapping=0.2)
     model, request = make(config), make_request([4, 6, 11])
     engine = empty(config)
     engine.update_weights(weights(model).items())

@@ -99,6 +99,9 @@ def test_rows_end_where_other_rotary_tables_begin() -> None:
     long = transformers.Phi3Config(max_position_embeddings=131072, rope_parameters=rope)
     context = loading.context_of(long)
     assert context is not None and (context.tokens, "longrope" in context.limit) == (4096, True)
+    both = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": rope}
+    long.rope_parameters = both
+    assert loading.context_of(long) == context, "one of several tables"
     assert loading.context_of(transformers.Phi3Config(max_position_embeddings=8192)) == loading.Context(
         8192, "the model's 8192 positions"
     )

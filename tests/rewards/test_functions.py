@@ -88,7 +88,8 @@ def test_forms_of_mathematical_answers(response: str, truth: str, score: float) 
         (r"So \boxed{34}.\nAnswer: 35", False),
         ("I do not know.", False),
         ("It is 34, or 35. I guess 34.", False),
-        (r"\boxed{34", False),
+        (r"It is 34: \boxed{34", False),
+        (r"So \boxed{34}, or \boxed{3", True),
     ],
 )
 def test_answers_of_dapo(source: str, response: str, right: bool) -> None:

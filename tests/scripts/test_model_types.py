@@ -13,8 +13,10 @@ from transformers import AutoConfig, Cache
 
 from hydraflow.generation import forward
 from hydraflow.generation.widths import joint_cache
+from scripts import model_types
 from scripts.model_types import (
     BROKEN,
+    PACKED,
     PADDED,
     PAGE,
     REFUSED,
@@ -25,6 +27,7 @@ from scripts.model_types import (
     engine_of,
     line,
     loss_of,
+    own_model,
     page,
     rows_of,
     sampled,
@@ -59,6 +62,24 @@ def test_as_the_page_says(model_type: str, one_rank: None, tmp_path: Path) -> No
     if found["policy"].word != REFUSED:
         found["lora"] = tried(with_adapters, tmp_path)
     assert line(model_type, found).split("|")[2:5] == ROWS[model_type].split("|")[2:5]
+
+
+@pytest.mark.parametrize("way", [as_policy, as_value_model, with_adapters])
+@pytest.mark.parametrize("part", ["down_proj", "embed_tokens"])
+def test_wrong_numbers_are_noticed(
+    part: str, way: Any, one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of an engine whose weights are not the model's."""
+
+    def other(folder: Path) -> Any:
+        lm = own_model(folder)
+        next(one for name, one in lm.named_parameters() if part in name).data[5] += 0.5
+        return lm
+
+    save_tiny(tiny_config("qwen3"), tmp_path)
+    assert way(tmp_path).word == PACKED
+    monkeypatch.setattr(model_types, "own_model", other)
+    assert way(tmp_path).word == WRONG
 
 
 @pytest.fixture

@@ -79,20 +79,28 @@ def add_adapters(hf: nn.Module, model: ModelConfig, dtype: torch.dtype, *, field
     except (ValueError, re.error) as error:
         rule = f"names no linear layer of this model ({first_line(error)}); they are {', '.join(linear)}"
         raise ConfigError.one(key, targets, rule, f"{key}={remedy}") from error
+    _refuse_layers(hf, targets, key, remedy)
+    for name, parameter in hf.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+        parameter.data = parameter.data.to(dtype)
+
+
+def _refuse_layers(hf: nn.Module, targets: str | list[str], key: str, remedy: str) -> None:
+    """Raises ConfigError when a layer has an adapter that cannot be trained."""
+
+    def without(layer: str) -> str:
+        kept = [target for target in targets if not f".{layer}".endswith(f".{target}")]
+        return f"{key}=[{','.join(kept)}]" if kept and not isinstance(targets, str) else f"{key}={remedy}"
+
     if any(".lora_embedding_" in name for name, _ in hf.named_parameters()):
         raise ConfigError.one(key, targets, "embeddings cannot have adapters", f"{key}={remedy}")
     layers = [name.removesuffix(".weight") for name in adapted(hf)]
     if uncalled := [name for name in layers if name.endswith(UNCALLED)]:
         rule = f"{uncalled[0]} cannot have an adapter: the model's code reads its weight without calling it"
-        raise ConfigError.one(key, targets, rule, f"{key}={remedy}")
+        raise ConfigError.one(key, targets, rule, without(uncalled[0]))
     if (head := _tied_head(hf)) is not None:
         rule = f"an adapter of {head} cannot be kept apart from the embeddings, which share its weight"
-        kept = [target for target in targets if not f".{head}".endswith(f".{target}")]
-        left = f"{key}=[{','.join(kept)}]" if kept and not isinstance(targets, str) else f"{key}={remedy}"
-        raise ConfigError.one(key, targets, rule, left)
-    for name, parameter in hf.named_parameters():
-        parameter.requires_grad_(is_adapter(name))
-        parameter.data = parameter.data.to(dtype)
+        raise ConfigError.one(key, targets, rule, without(head))
 
 
 def require_targets(model: ModelConfig, config: PreTrainedConfig, *, head: str, field: str) -> None:
