@@ -187,7 +187,7 @@ def as_value_model(folder: Path) -> Outcome:
     without its head."""
     engine, lm = engine_of(folder, head="value"), own_model(folder)
     name, backbone = backbone_of(lm)
-    weight: Any = engine.module.score.weight  # zero at the start
+    weight = engine.module.get_parameter("score.weight")  # zero at the start
     score = redraw(weight, torch.Generator().manual_seed(2)).requires_grad_()
 
     def values(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Tensor:
