@@ -333,7 +333,8 @@ Written by `python scripts/bench/all.py`. {machine}. {versions}. Commits: {commi
 "ratio" is by what factor hydraflow beats the peer in the same run; "limit" is what the machine allows:
 a step whose matrix products run on all cores at their measured peak and in which nothing else takes time, or
 the rate at which one thread copies memory. TRL is measured with one thread and with two, and its better
-figure counts. Models other than the recipe's have random weights.
+figure counts. A prompt counts for each of its rows in the limit, although an update computes it once. Models
+other than the recipe's have random weights.
 
 Before updates and sampling were made faster (commit 9fdd637, another machine, measured by hand), a step of
 16 prompts x 8 samples x 32 tokens, and where the update's time went:
