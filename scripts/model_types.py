@@ -216,25 +216,27 @@ def with_adapters(folder: Path) -> Outcome:
             sides.setdefault(layer, {})[f"{layer}.lora_{side}"] = redraw(one, draw)  # B is zero at the start
     for layer, pair in sides.items():
         a, b = pair.values()
-        matrix_of(lm, layer).data += scale * (b @ a)
+        part: Any = lm.get_submodule(layer)
+        part.weight.data += outputs_first(part, scale * (b @ a))
 
     def gradients() -> dict[str, Tensor | None]:
         found: dict[str, Tensor | None] = {}
         for layer, pair in sides.items():
             a, b = pair.values()
-            grad = matrix_of(lm, layer, of_gradient=True)
-            both = (None, None) if grad is None else (scale * b.T @ grad, scale * grad @ a.T)
+            part: Any = lm.get_submodule(layer)
+            both: tuple[Tensor | None, Tensor | None] = None, None  # of an expert that no token is sent to
+            if part.weight.grad is not None:
+                grad = outputs_first(part, part.weight.grad)
+                both = scale * b.T @ grad, scale * grad @ a.T
             found |= dict(zip(pair, both, strict=True))
         return found
 
     return compared(engine, partial(log_probs_of_all, lm), gradients)
 
 
-def matrix_of(lm: PreTrainedModel, layer: str, *, of_gradient: bool = False) -> Any:
-    """A layer's matrix (outputs, inputs), or its gradient."""
-    part = lm.get_submodule(layer)
-    found = part.weight.grad if of_gradient else part.weight
-    return found.T if isinstance(part, Conv1D) and found is not None else found
+def outputs_first(part: Any, matrix: Tensor) -> Tensor:
+    """(outputs, inputs) from a matrix in the form of that layer's weight, or the reverse."""
+    return matrix.T if isinstance(part, Conv1D) else matrix
 
 
 def largest(differences: Iterable[float]) -> float:

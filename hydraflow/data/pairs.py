@@ -28,13 +28,14 @@ from hydraflow.data.conversations import (
     truncated,
 )
 from hydraflow.data.files import FileRecord, raise_problems, read_records, require_columns
+from hydraflow.data.turns import END_OF_REASONING
 from hydraflow.errors import ConfigError
 from hydraflow.protocol.batch import DataProto
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_WITHIN_A_TURN = {"<think>", "</think>", "<|channel|>", "<|message|>"}
+_WITHIN_A_TURN = {"<think>", END_OF_REASONING, "<|channel|>", "<|message|>"}
 """Control tokens of some models that do not end a turn; gpt-oss opens one with the last two."""
 _SAME = "chosen and rejected are the same"
 _LOST = {

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 END_OF_REASONING = "</think>"
-MARK = "~mark"
+_MARK = "~mark"
 """Begins with a character that no template writes right after a message, so that two renderings first differ
 at the mark."""
 
@@ -171,7 +171,7 @@ def _with_mark(message: Mapping[str, Any]) -> dict[str, Any]:
     said = content.rstrip()
     # a template may strip the white space around a text, or between reasoning and an empty text
     at = len(content) if said.endswith(END_OF_REASONING) else len(said)
-    return {**message, "content": content[:at] + MARK + content[at:]}
+    return {**message, "content": content[:at] + _MARK + content[at:]}
 
 
 def _call_with_mark(call: Any) -> Any:
@@ -181,5 +181,5 @@ def _call_with_mark(call: Any) -> Any:
         return {**call, "function": _call_with_mark(call["function"])}
     arguments = call.get("arguments")
     if isinstance(arguments, str):
-        return {**call, "arguments": arguments + MARK}
-    return {**call, "arguments": {**arguments, MARK: MARK}} if isinstance(arguments, Mapping) else call
+        return {**call, "arguments": arguments + _MARK}
+    return {**call, "arguments": {**arguments, _MARK: _MARK}} if isinstance(arguments, Mapping) else call

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from hydraflow.device import in_fixed_order
 from hydraflow.models import products
+from hydraflow.models.windows import window_of
 
 NAME = "hydraflow_varlen"
 _log = logging.getLogger(__name__)
@@ -187,24 +187,11 @@ def packed_attention(
     exchange for the S tokens of this rank's slice. ValueError for models that take the padded path."""
     if others.get("softcap") is not None or others.get("s_aux") is not None:
         raise ValueError("its attention scores are capped, or have sinks")
-    if sliding_window is None and _has_window(module):
+    own = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    if sliding_window is None and window_of(*own) is not None:
         raise ValueError("its attention has a window only in its mask, which packed rows do not have")
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # the gradient of x[0] would copy
     return attend_line(q, k, v, row_plan, scaling, sliding_window)[None], None
-
-
-def _has_window(module: torch.nn.Module) -> bool:
-    """Whether the configuration gives this layer a sliding window."""
-    config: Any = getattr(module, "config", None)
-    window = getattr(config, "sliding_window", None)
-    if not window or window >= (getattr(config, "max_position_embeddings", None) or math.inf):
-        return False
-    if kinds := getattr(config, "layer_types", None):
-        layer = getattr(module, "layer_idx", None)
-        return isinstance(layer, int) and kinds[layer] == "sliding_attention"
-    if type(config).__module__.startswith("transformers."):
-        return hasattr(type(config), "sliding_window")  # else config.json has a key that the type ignores
-    return getattr(config, "use_sliding_window", True) is not False
 
 
 def attend_line(

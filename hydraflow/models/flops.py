@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hydraflow.models.windows import window_of
+
 _PLAIN = "apertus arcee gpt2 gpt_neox nanochat nemotron phi starcoder2"
 _GATED = (
     "cohere cohere2 cwm deepseek_v2 deepseek_v3 dots1 ernie4_5 exaone4 flex_olmo gemma gemma2 gemma3_text"
@@ -52,7 +54,7 @@ def layer_flops(config: Any) -> LayerFlops | None:
     mlp, weights = MLP_MATRICES[kind] * config.hidden_size, config.num_hidden_layers * attention
     for layer in range(config.num_hidden_layers):
         weights += _experts(config, mlp) if _is_sparse(config, layer) else mlp * _mlp_width(config)
-    layers = Counter(_windows(config))
+    layers = Counter(window_of(config, layer) for layer in range(config.num_hidden_layers))
     return LayerFlops(2 * weights, {window: 2 * widths * count for window, count in layers.items()})
 
 
@@ -105,10 +107,3 @@ def _is_sparse(config: Any, layer: int) -> bool:
         return False
     every = getattr(config, "decoder_sparse_step", 1)
     return layer not in (getattr(config, "mlp_only_layers", None) or ()) and (layer + 1) % every == 0
-
-
-def _windows(config: Any) -> list[int | None]:
-    """Each layer's window."""
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]

@@ -15,6 +15,7 @@ from typing import Any
 from hydraflow.batch_plan.parts import divisors
 from hydraflow.engine.config import MegatronConfig
 from hydraflow.errors import ConfigError, Problem
+from hydraflow.models.windows import window_of
 
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 """Model types with latent attention."""
@@ -264,8 +265,7 @@ def _differences(config: Any) -> Iterator[str]:
     if config.model_type not in FAMILIES:
         yield f"the Megatron engine supports {', '.join(FAMILIES)} models, not {config.model_type}"
         return
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if "sliding_attention" in kinds or (not kinds and getattr(config, "sliding_window", None)):
+    if any(window_of(config, layer) is not None for layer in range(config.num_hidden_layers)):
         yield "the Megatron engine does not support sliding-window attention"
     has_bias = getattr(config, "attention_bias", False) and config.model_type != "glm4_moe"
     if has_bias or getattr(config, "mlp_bias", False):
