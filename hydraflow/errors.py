@@ -189,6 +189,10 @@ class EnvironmentFault(HydraflowError):
     exit_code = 3
 
 
+class LostColumns(EnvironmentFault):
+    """Columns of a batch that are gone with the process that made them."""
+
+
 class DoesNotFit(EnvironmentFault):
     """A single row needs more memory than a device has."""
 

@@ -174,6 +174,11 @@ class PendingCalls:
             self._check()
             self._take(_answered(list(self.pending), 0))
 
+    def blame_lost_columns(self) -> None:
+        """Raises the error of the process that has died, if one is found."""
+        if found := self._death_of_any():
+            self._fail(found)
+
     def _owed(self, refs: Mapping[int, ObjectRef]) -> list[ObjectRef]:
         return [ref for ref in refs.values() if ref in self.pending]
 
@@ -286,19 +291,32 @@ class PendingCalls:
         self._end({call.group for call, _ in failures}, first.error)
 
     def _death_behind(self, failures: list[tuple[PendingCall, Failure]]) -> list[tuple[PendingCall, Failure]]:
-        """If all failures are broken connections: answers of the other processes of those groups, until one
-        of them turns out to be dead."""
-        groups = {call.group for call, _ in failures}
-        found = list(failures)
+        """If each failure follows from the death of another process: further failures, up to that death. A
+        broken connection is due to a process of the same group, lost columns to one of any group."""
+        if not all(_follows_a_death(failure) for _, failure in failures):
+            return []
+        if any(failure.lost_columns for _, failure in failures):
+            return self._death_of_any()
+        return self._death_among({call.group for call, _ in failures})
+
+    def _death_of_any(self) -> list[tuple[PendingCall, Failure]]:
+        if self.ask_idle is not None:
+            self.ask_idle()
+        return self._death_among(None)
+
+    def _death_among(self, groups: set[GroupHandle] | None) -> list[tuple[PendingCall, Failure]]:
+        """Failures of the pending calls of these groups (None: all), until one is a death or another cause,
+        for at most UNNOTICED seconds."""
+        found: list[tuple[PendingCall, Failure]] = []
         deadline = time.monotonic() + UNNOTICED
-        while all(BROKEN.search(failure.cause) for _, failure in found) and time.monotonic() < deadline:
-            peers = [ref for ref, call in self.pending.items() if call.group in groups]
-            if not peers:
+        while all(_follows_a_death(failure) for _, failure in found) and time.monotonic() < deadline:
+            suspects = [ref for ref, call in self.pending.items() if groups is None or call.group in groups]
+            if not suspects:
                 break
             if self.head is not None:
                 self.head.look()
-            found += self._keep(_answered(peers[:1], SLICE) or _answered(peers, 0))
-        return found[len(failures) :]
+            found += self._keep(_answered(suspects[:1], SLICE) or _answered(suspects, 0))
+        return found
 
     def _late(self) -> None:
         """Ends the group of the first call that is late, and raises its error."""
@@ -345,6 +363,11 @@ def _answered(refs: list[ObjectRef], seconds: float, count: int | None = None) -
     """The references that are ready once `count` are (None: all), or after `seconds`."""
     enough = len(refs) if count is None else count
     return ray.wait(refs, num_returns=enough, timeout=seconds, fetch_local=False)[0] if refs else []
+
+
+def _follows_a_death(failure: Failure) -> bool:
+    """Whether the failure is what other processes report when one has died."""
+    return not failure.died and (failure.lost_columns or BROKEN.search(failure.cause) is not None)
 
 
 def _precedence(reported: tuple[PendingCall, Failure]) -> tuple[int, float]:

@@ -35,7 +35,7 @@ from hydraflow.dispatch.template import has_template
 from hydraflow.dispatch.timeline import Timeline
 from hydraflow.dispatch.transport import ArgumentPacker, Traffic, read_columns
 from hydraflow.dispatch.worker import Call, RoleSpec
-from hydraflow.errors import HydraflowError, WorkerError
+from hydraflow.errors import HydraflowError, LostColumns, WorkerError
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.coordinates import Coordinates
 from hydraflow.protocol.remote import RemoteBatch, materialise
@@ -476,8 +476,12 @@ def _settled(value: Any) -> Any:
 
 
 def fetch(batch: RemoteBatch, keys: Sequence[str] | None, channel: Channel) -> DataProto:
-    """Reads columns into the controller, all in one request. Raises EnvironmentFault when they are gone or
-    late, WorkerError when the process that holds them is found to be dead."""
+    """Reads columns into the controller, all in one request. Raises WorkerError when the process that holds
+    them is found to be dead, LostColumns when they are gone or late for another reason."""
     wait = partial(channel.calls.await_columns, seconds=channel.timeouts.call)
     read = partial(read_columns, traffic=channel.traffic, timeout=FETCH, wait=wait)
-    return materialise(batch, read, keys=keys)
+    try:
+        return materialise(batch, read, keys=keys)
+    except LostColumns:
+        channel.calls.blame_lost_columns()
+        raise

@@ -23,7 +23,7 @@ from ray import ObjectRef, cloudpickle
 
 from hydraflow.dispatch.shards import is_batch, split
 from hydraflow.dispatch.spans import Span
-from hydraflow.errors import EnvironmentFault, StoreFull, first_line
+from hydraflow.errors import LostColumns, StoreFull, first_line
 from hydraflow.protocol import wire
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import Column, ColumnRef, RemoteBatch
@@ -242,7 +242,7 @@ def read_columns(
     """The columns behind `RayColumn`s, in one request; tensors are read-only views of the object store.
 
     wait: called first with the objects to read; it may wait for them, and raise errors of its own. Raises
-    EnvironmentFault when a column is gone with the process that made it, or does not arrive within `timeout`
+    LostColumns when a column is gone with the process that made it, or does not arrive within `timeout`
     seconds.
     """
     wanted = [ref for ref in refs if isinstance(ref, RayColumn)]
@@ -255,7 +255,7 @@ def read_columns(
     except (ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError) as error:
         first = first_line(error)
         why = f"the process that made them is gone or busy ({first})"
-        raise EnvironmentFault(f"{len(wanted)} columns cannot be read: {why}") from None
+        raise LostColumns(f"{len(wanted)} columns cannot be read: {why}") from None
     encoded = [found[one.ref] if one.name is None else found[one.ref][one.name] for one in wanted]
     if traffic is not None:
         traffic.received += sum(column.nbytes for column in encoded)

@@ -45,7 +45,15 @@ from hydraflow.dispatch.transport import (
     unpack_all,
     with_columns,
 )
-from hydraflow.errors import ConfigError, DoesNotFit, GuardStop, HydraflowError, StoreFull, WorkerError
+from hydraflow.errors import (
+    ConfigError,
+    DoesNotFit,
+    GuardStop,
+    HydraflowError,
+    LostColumns,
+    StoreFull,
+    WorkerError,
+)
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.coordinates import Coordinates
 from hydraflow.protocol.remote import materialise
@@ -139,6 +147,8 @@ class Failure:
     """Unix time, for finding the first cause among several ranks."""
     died: bool = False
     """Whether the process is gone."""
+    lost_columns: bool = False
+    """Whether it could not read columns that another process made."""
 
     @property
     def cause(self) -> str:
@@ -356,7 +366,8 @@ class _Guard:
         cause = f"{type(error).__name__}: {error}\n{''.join(frames)}".rstrip()
         rank, node, tail = self.rank_info.rank, self.rank_info.node, log_tail(log_path())
         names: dict[str, Any] = {"role": self.role, "rank": rank, "node": node, "method": self.method}
-        return Failure(WorkerError(**names, cause=cause, log_tail=tail), time.time())
+        lost = isinstance(error, LostColumns)
+        return Failure(WorkerError(**names, cause=cause, log_tail=tail), time.time(), lost_columns=lost)
 
 
 def log_path() -> str:

@@ -7,6 +7,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -56,6 +57,13 @@ def _error_of(call: Callable[..., Any], *args: Any) -> tuple[WorkerError, float]
     with pytest.raises(WorkerError) as caught:
         call(*args)
     return caught.value, time.monotonic() - since
+
+
+def _until_it_fails(read: Callable[[], Any]) -> None:
+    """The columns of a process that has died stay on its machine for a moment."""
+    deadline = time.monotonic() + SOON
+    while time.monotonic() < deadline:
+        read()
 
 
 def _assert_gone(pids: list[int]) -> None:
@@ -135,6 +143,20 @@ def test_a_wait_notices_a_death_in_a_group_without_pending_calls(start: Start) -
     error, seconds = _error_of(reader.call, Troubled.sleep_on, 1, 600.0)
     assert (error.role, error.rank, error.method) == ("troubled", 0, "identify")
     assert error.cause.startswith("the process died") and seconds < UNANSWERED + SOON
+
+
+@pytest.mark.parametrize("fetched", [True, False], ids=["the-controller", "another-process"])
+def test_lost_columns_are_blamed_on_the_process_that_died(
+    start: Start, batch_of: BatchOf, fetched: bool
+) -> None:
+    """Whether the controller reads them or another process, which reports only that they are lost."""
+    maker, reader = start(Probe), start(Probe, role="reader")
+    batch = maker.call(Probe.double, batch_of(2))
+    os.kill(maker.call(Probe.where)[1]["pid"], signal.SIGKILL)
+    read = partial(reader.fetch, batch) if fetched else partial(reader.call, Probe.none_of, batch)
+    error, seconds = _error_of(_until_it_fails, read)
+    assert (error.role, error.rank) == ("troubled", 1) and seconds < UNANSWERED + SOON
+    assert error.cause.startswith("the process died")
 
 
 def test_columns_have_a_limit(start: Start) -> None:
