@@ -326,11 +326,20 @@ def _cpu_as_described() -> str:
 
 
 def onednn_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x @ weight.T + bias` of float32 by oneDNN, without a gradient: (..., K), (N, K) and (N,) to (..., N).
-    `weight` or its transpose must be contiguous: a slice of a matrix takes hundreds of times as long."""
+    """`x @ weight.T + bias` by oneDNN, without a gradient: (..., K), (N, K) and (N,) to (..., N). `weight` is
+    what `onednn_reordered` made of one, or it or its transpose must be contiguous: a slice of a matrix takes
+    hundreds of times as long."""
     import torch
 
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def onednn_reordered(weight: torch.Tensor, rows: int) -> torch.Tensor:
+    """A copy of a weight (N, K) in the order in which oneDNN multiplies about so many rows by it. It can be
+    used for nothing else."""
+    import torch
+
+    return torch.ops.mkldnn._reorder_linear_weight(weight, rows)
 
 
 _TERAFLOPS = {

@@ -89,9 +89,14 @@ def cached_attention(
         )
         return output, None
     grouped = query.reshape(rows, key.shape[1], -1, dim)
-    mask = None if attention_mask is None else attention_mask.expand(-1, -1, grouped.shape[2], -1)
-    found = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
-    return found.reshape(rows, 1, heads, -1), None
+    return attend(grouped, key, value, attention_mask, scaling).reshape(rows, 1, heads, -1), None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """One token of each row: (B, k, g, d), queries that share a key head together, keys and values
+    (B, k, L, d), an additive mask (B, 1, 1, L), to (B, k, g, d)."""
+    wide = None if mask is None else mask.expand(-1, -1, q.shape[2], -1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=wide, scale=scale)
 
 
 @by_groups

@@ -18,6 +18,7 @@ from transformers import Cache, PreTrainedModel
 
 from hydraflow.generation import attention
 from hydraflow.generation.lean import LeanForward, is_known
+from hydraflow.generation.packed import PackingLinear, packing_linears
 from hydraflow.generation.widths import joint_cache, takes_joint_cache
 from hydraflow.models.loading import PLAIN_ATTENTION
 
@@ -54,6 +55,8 @@ class CachedForward:
             attention.register_attention()
         self._lean: LeanForward | None = None
         """The fused decoding step, created at the first decoded token of a supported model."""
+        self._packed: Sequence[PackingLinear] = ()
+        """Layers that keep a reordered copy of their weight."""
 
     def step(
         self,
@@ -66,6 +69,11 @@ class CachedForward:
         additive (b, 1, 1, L) if it `pads`. positions: (b, 1) if it `mixes`; else there is one cache."""
         if self._is_lean:
             self._lean = self._lean or LeanForward(self.model)
+        if not self._packed:
+            self._packed = packing_linears(self.model) if self._lean is None else self._lean.linears
+            for layer in self._packed:
+                layer.pack()
+        if self._lean is not None:
             return self._lean(token, caches, masks, torch.cat(positions))  # type: ignore[arg-type]
         if len(caches) == 1:
             return self(token[:, None], caches[0], masks[0], positions[0], 1)[:, 0]
@@ -73,6 +81,12 @@ class CachedForward:
         # transformers passes a mask of four dimensions on as it is, and each group has its own
         unused = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device)
         return self(token[:, None], cache, unused, torch.cat(positions), 1)[:, 0]  # type: ignore[arg-type]
+
+    def unpack(self) -> None:
+        """Drops the copies of weights that steps make (`packed.py`). To be called before weights change."""
+        for layer in self._packed:
+            layer.unpack()
+        self._packed = ()
 
     def drop_weights(self) -> None:
         """Drops all references to weights, which are about to be replaced."""

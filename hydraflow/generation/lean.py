@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     Cache,
     LlamaForCausalLM,
@@ -28,7 +27,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from hydraflow.models.linear import linear
+from hydraflow.generation.attention import attend
+from hydraflow.generation.packed import PackingLinear, joined
 
 _CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 """Classes whose layers are norm, attention, norm, gated MLP, and nothing else."""
@@ -47,6 +47,12 @@ class LeanForward:
         self._backbone = backbone
         self._head = model.get_output_embeddings()
         self._layers = [_Layer(layer) for layer in backbone.layers]
+        self.linears: list[PackingLinear] = [
+            part
+            for part in (self._head, *(part for layer in self._layers for part in layer.linears))
+            if isinstance(part, PackingLinear)
+        ]
+        """The linear layers of a step."""
 
     def __call__(
         self, token: Tensor, caches: Sequence[Cache], masks: Sequence[Tensor], positions: Tensor
@@ -68,9 +74,10 @@ class _Layer:
         self._keys = attention.k_proj.out_features // self._head_dim
         self._before = _norm_of(layer.input_layernorm)
         self._between = _norm_of(layer.post_attention_layernorm)
-        self._qkv = _join([attention.q_proj, attention.k_proj, attention.v_proj])
-        self._gate_up = _join([mlp.gate_proj, mlp.up_proj])
+        self._qkv = joined([attention.q_proj, attention.k_proj, attention.v_proj])
+        self._gate_up = joined([mlp.gate_proj, mlp.up_proj])
         self._out, self._down, self._act = attention.o_proj, mlp.down_proj, mlp.act_fn
+        self.linears = [self._qkv, self._out, self._gate_up, self._down]
         has_norms = hasattr(attention, "q_norm")
         self._of_heads = (_norm_of(attention.q_norm), _norm_of(attention.k_norm)) if has_norms else None
 
@@ -78,18 +85,19 @@ class _Layer:
         self, x: Tensor, cached: Sequence[Any], masks: Sequence[Tensor], cos: Tensor, sin: Tensor
     ) -> Tensor:
         x = x + self._attend(_norm(x, *self._before), cached, masks, cos, sin)
-        gate, up = linear(_norm(x, *self._between), *self._gate_up).chunk(2, -1)
+        gate, up = self._gate_up(_norm(x, *self._between)).chunk(2, -1)
         return x + self._down(self._act(gate).mul_(up))
 
     def _attend(
         self, x: Tensor, cached: Sequence[Any], masks: Sequence[Tensor], cos: Tensor, sin: Tensor
     ) -> Tensor:
         rows, keys, dim, sizes = len(x), self._keys, self._head_dim, [len(mask) for mask in masks]
-        heads = linear(x, *self._qkv).view(rows, -1, dim)  # (B, h + 2k, d)
+        heads = self._qkv(x).view(rows, -1, dim)  # (B, h + 2k, d)
         turned, v = heads[:, :-keys], heads[:, -keys:]
         if self._of_heads is not None:
-            of_q, of_k = self._of_heads
-            turned = torch.cat([_norm(turned[:, :-keys], *of_q), _norm(turned[:, -keys:], *of_k)], 1)
+            (of_q, epsilon), (of_k, _) = self._of_heads
+            weights = [of_q.expand(turned.shape[1] - keys, -1), of_k.expand(keys, -1)]
+            turned = _norm(turned, torch.cat(weights), epsilon)
         turned = _rotate(turned, cos, sin)
         # queries of one key head are treated as rows of that head, as in attention.py
         q, k = turned[:, :-keys].view(rows, keys, -1, dim), turned[:, -keys:, None]
@@ -100,26 +108,7 @@ class _Layer:
     def _attend_to(self, q: Tensor, k: Tensor, v: Tensor, cached: Any, mask: Tensor) -> Tensor:
         """(b, hd) of the rows of one cache."""
         keys, values = cached.update(k, v)  # (b, k, L, d)
-        mask = mask.expand(-1, -1, q.shape[2], -1)
-        found = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=self._scale)
-        return found.reshape(len(q), -1)
-
-
-@torch.no_grad()
-def _join(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Stacked weights, and biases if there are any, of layers with the same input. The layers' own become
-    views of these."""
-
-    def join(tensors: Sequence[Tensor]) -> Tensor:
-        # the next weight update could not write into inference-mode tensors
-        with torch.inference_mode(False):
-            joined = torch.cat([tensor.data for tensor in tensors])
-            for tensor, part in zip(tensors, joined.split([len(tensor) for tensor in tensors]), strict=True):
-                tensor.data = part
-        return joined
-
-    biases = [part.bias for part in parts if part.bias is not None]
-    return join([part.weight for part in parts]), join(biases) if biases else None
+        return attend(q, keys, values, mask, self._scale).reshape(len(q), -1)
 
 
 def _norm_of(module: Any) -> tuple[Tensor, float]:
@@ -129,7 +118,8 @@ def _norm_of(module: Any) -> tuple[Tensor, float]:
 def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """RMSNorm over the last dimension, in float32 whatever the dtype, as in all of these models."""
     wide = x.to(torch.float32)
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
+    mean = (wide * wide).sum(-1, keepdim=True).div_(x.shape[-1])
+    return (wide * mean.add_(epsilon).rsqrt_()).to(x.dtype).mul_(weight)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

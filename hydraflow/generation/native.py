@@ -37,13 +37,13 @@ from hydraflow.generation.base import (
 from hydraflow.generation.decode import WaveDecoder, WaveResult
 from hydraflow.generation.forward import CachedForward, NoCache
 from hydraflow.generation.layout import Wave, request_order, waves
+from hydraflow.generation.packed import let_linears_pack
 from hydraflow.generation.parity import not_sampled, require_parity
 from hydraflow.generation.requests import Limits, aborted
 from hydraflow.generation.sampling import UniformDraws
 from hydraflow.generation.steady import steady_products
 from hydraflow.generation.stopping import StopStrings, watched
 from hydraflow.generation.weights import Arrivals, held_weights, load_weights
-from hydraflow.models.linear import speed_up_linears
 from hydraflow.models.loading import context_of, soft_capped, unfilled_model, widen_buffers
 from hydraflow.models.routers import HFRouters
 from hydraflow.protocol import ragged
@@ -77,8 +77,8 @@ class NativeEngine:
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs={max_num_seqs} must be at least 1")
         self._model = model.eval().requires_grad_(False)
-        speed_up_linears(model)
         steady_products(model)
+        let_linears_pack(model)
         self._forward = CachedForward(model)
         self._max_rows = max_num_seqs
         self._eos = end_tokens(generation_config or model.generation_config, model.config)
@@ -172,7 +172,11 @@ class NativeEngine:
         lengths, counts = [len(some.prompt) for some in rows], [len(some.samples) for some in rows]
         pad, mixed = self._forward.pads, self._forward.mixes
         plan = list(waves(lengths, counts, self._max_rows, pad=pad, mixed=mixed))
-        return _output([self._run(wave, rows, params, sampled) for wave in plan], request_order(plan, counts))
+        try:
+            results = [self._run(wave, rows, params, sampled) for wave in plan]
+        finally:
+            self._forward.unpack()
+        return _output(results, request_order(plan, counts))
 
     # tensors made here cannot be used in training, so the engine returns copies only
     @torch.inference_mode()

@@ -1,8 +1,8 @@
 """Memory of a generation engine on one device: weights, key-value cache, and one decoding step.
 
 In: a model's shape, sequences and their lengths, the engine's settings. Out: `MemoryParts` per phase. The
-native engine is modelled on the allocations of `generation/cache.py`, `groups.py` and `sampling.py`; vLLM and
-SGLang take the configured share of the device.
+native engine is modelled on the allocations of `generation/cache.py`, `groups.py`, `packed.py` and
+`sampling.py`; vLLM and SGLang take the configured share of the device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from hydraflow.memory.report import MemoryParts, fullest
 from hydraflow.memory.shape import ModelShape
 from hydraflow.models.decoding_sizes import (
     FILTERED_LOGITS,
+    LEAST_INNER,
     LEAST_ROWS,
+    MOST_WEIGHTS,
     PREFILL_TOKENS,
     padded_width,
     with_room,
@@ -39,6 +41,8 @@ class NativeEngineMemory:
     """Bytes of a number."""
     top_p: bool = False
     """Whether top-p filters."""
+    reordered: bool = False
+    """Whether it copies weights of linear layers while it decodes (`generation/packed.py`)."""
 
     @property
     def resting(self) -> MemoryParts:
@@ -71,11 +75,20 @@ class NativeEngineMemory:
         repeated = 2 * batch * last * shape.q_width * (shape.heads > shape.kv_heads)
         filtered = min(batch, max(1, FILTERED_LOGITS // shape.vocabulary)) * shape.vocabulary
         return MemoryParts(
+            weights=self._copied() * self.number,
             kv_cache=batch * cache_room(width, last) * kv_numbers(shape) * self.number,
             activations=repeated * self.number,
             logits=2 * batch * shape.vocabulary * self.number
             + filtered * (_SAMPLING_BYTES + _TOP_P_BYTES * self.top_p),
         )
+
+    def _copied(self) -> int:
+        """Numbers in reordered copies."""
+        shape = self.shape
+        if not self.reordered or (self.number == 4 and shape.hidden < LEAST_INNER):
+            return 0
+        head = shape.embedding if self.number < 4 or shape.embedding <= MOST_WEIGHTS else 0
+        return shape.linear_layers + head
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,14 @@ from pathlib import Path
 
 import psutil
 
-from hydraflow.device import CPU_PROCESSES, cgroup_folders, cpu_has_bf16, listed_gpus, planned_type
+from hydraflow.device import (
+    CPU_PROCESSES,
+    cgroup_folders,
+    cpu_has_bf16,
+    listed_gpus,
+    mkl_is_slow,
+    planned_type,
+)
 from hydraflow.engine.config import FSDPConfig
 from hydraflow.schema import PPOConfig
 from hydraflow.system.allocation import allocation
@@ -37,6 +44,8 @@ class MemoryLimits:
     host_bytes: int | None
     half: bool
     """Whether a type of `auto` means bfloat16."""
+    reordered: tuple[int, ...] = ()
+    """Bytes of the numbers for which linear layers are oneDNN's, which reorders their weights."""
     notes: tuple[str, ...] = ()
 
     def bytes_of(self, dtype: str) -> int:
@@ -93,8 +102,13 @@ def limits_of(config: PPOConfig) -> MemoryLimits:
         device_bytes=device,
         host_bytes=host,
         half=device_type != "cpu" or cpu_has_bf16(),
+        reordered=() if device_type != "cpu" else _reordered(),
         notes=tuple(notes),
     )
+
+
+def _reordered() -> tuple[int, ...]:
+    return (4,) * mkl_is_slow() + (2,) * cpu_has_bf16()
 
 
 @dataclass(frozen=True)

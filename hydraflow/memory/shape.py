@@ -109,6 +109,12 @@ class ModelShape:
         return self.attention + routed + self.shared_expert + 2 * self.hidden
 
     @property
+    def linear_layers(self) -> int:
+        """Parameters of all layers that are neither norms, nor routed experts, nor the output matrix."""
+        mlps = self.dense_layers * self.dense_mlp + self.sparse_layers * self.shared_expert
+        return self.layers * self.attention + mlps
+
+    @property
     def dense_layers(self) -> int:
         """Number of layers without experts."""
         return len(self.dense_at)

@@ -6,6 +6,11 @@ from __future__ import annotations
 LEAST_ROWS = 16
 """Minimum number of rows for oneDNN. From here on a row's bits do not depend on the other rows, with MKL
 either (`generation/decode.py`)."""
+LEAST_INNER = 128
+"""Minimum inner dimension for oneDNN in float32. A part of a larger product has the same inner dimension,
+hence the same bits (`generation/lean.py`)."""
+MOST_WEIGHTS = 2**25
+"""Maximum size of a matrix for oneDNN in float32, which makes a reordered copy of it."""
 PREFILL_TOKENS = 8192
 """Prompt tokens per forward pass; more would need memory without being faster."""
 FILTERED_LOGITS = 2**23

@@ -22,13 +22,8 @@ from torch.autograd.function import once_differentiable
 from hydraflow.device import onednn_is_faster, onednn_product
 from hydraflow.models import openblas
 from hydraflow.models.chunks import chunk_slices
-from hydraflow.models.decoding_sizes import LEAST_ROWS
+from hydraflow.models.decoding_sizes import LEAST_INNER, LEAST_ROWS, MOST_WEIGHTS
 
-LEAST_INNER = 128
-"""Minimum inner dimension for oneDNN. A part of a larger product has the same inner dimension, hence the same
-bits (`generation/lean.py`)."""
-MOST_WEIGHTS = 2**25
-"""Maximum size of a matrix for oneDNN, which makes a reordered copy of it."""
 COPIED = 2**16
 """Numbers of a gradient that are copied at a time for oneDNN."""
 ADDED = 2**20
@@ -60,6 +55,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`: (..., K), (N, K) and (N,) to (..., N)."""
     if not gains(x, weight):
         return F.linear(x, weight, bias)
+    if not torch.is_grad_enabled():
+        return onednn_product(x, weight, bias)
     return _Product.apply(x, weight, bias)
 
 
@@ -85,7 +82,7 @@ def add_product(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
     """`total + grad.T @ x`, in the memory of `total` (N, K) if there is one: (M, N) and (M, K)."""
     if openblas.suits(x):
         return _add_by_openblas(total, grad, x)
-    if not _suit(x, grad):
+    if not (_has_rows(x) and _has_width(grad)):
         return grad.t() @ x if total is None else total.addmm_(grad.t(), x)
     (rows, outer), inner = grad.shape, x.shape[1]
     # oneDNN copies a first factor that is transposed, and always its second
@@ -113,18 +110,22 @@ def _add_by_openblas(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
 
 def gains(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN multiplies these, (..., K) and (N, K)."""
+    return suits_onednn(weight) and _has_rows(x)
+
+
+def suits_onednn(weight: Tensor) -> bool:
+    """Whether oneDNN multiplies LEAST_ROWS rows or more with this matrix (N, K)."""
     is_whole = weight.is_contiguous() or weight.t().is_contiguous()
-    return is_whole and weight.numel() <= MOST_WEIGHTS and _suit(x, weight)
+    return is_whole and weight.numel() <= MOST_WEIGHTS and _has_width(weight)
 
 
-def _suit(x: Tensor, other: Tensor) -> bool:
-    return (
-        x.dtype == other.dtype == torch.float32
-        and other.shape[-1] >= LEAST_INNER
-        and x.numel() >= LEAST_ROWS * x.shape[-1]
-        and x.device.type == other.device.type == "cpu"
-        and onednn_is_faster()
-    )
+def _has_rows(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() >= LEAST_ROWS * x.shape[-1]
+
+
+def _has_width(x: Tensor) -> bool:
+    is_wide = x.dtype == torch.float32 and x.device.type == "cpu" and x.shape[-1] >= LEAST_INNER
+    return is_wide and onednn_is_faster()
 
 
 class _Product(torch.autograd.Function):

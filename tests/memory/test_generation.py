@@ -48,6 +48,25 @@ def test_native_by_hand() -> None:
     assert parts.activations == 2 * 32 * 41 * 64 * 4  # one layer's keys and values, for every query head
 
 
+def test_copies_of_weights_by_hand() -> None:
+    """3 layers of attention and MLP, and the head; in float32 no narrow matrix and no very large one."""
+    rows = RowSizes(30, 10, samples=4, packed=True)
+
+    def copied(shape: ModelShape, number: int) -> int:
+        both = [NativeEngineMemory(shape, number, reordered=kept) for kept in (True, False)]
+        with_copies, without = [engine.sample(rows, 32).weights for engine in both]
+        return with_copies - without
+
+    layers = 3 * (2 * 64 * (64 + 16) + 3 * 64 * 128)
+    assert copied(SHAPE, 2) == 2 * (layers + 1000 * 64) and copied(SHAPE, 4) == 0
+    wide = replace(SHAPE, hidden=128, vocabulary=2**18)
+    layers = 3 * (2 * 128 * (64 + 16) + 3 * 128 * 128)
+    assert copied(wide, 4) == 4 * (layers + 2**25)
+    assert copied(replace(wide, vocabulary=2**18 + 1), 4) == 4 * layers
+    experts = dict(experts=4, experts_per_token=2, expert_intermediate=32, dense_at=())
+    assert copied(replace(SHAPE, **experts), 2) == 2 * (3 * 2 * 64 * (64 + 16) + 1000 * 64)
+
+
 def test_few_rows_are_repeated() -> None:
     rows = RowSizes(8, 8, samples=1, packed=True)
     assert (

@@ -1,0 +1,138 @@
+"""Reordered copies of weights: which products use them, their bits, and how long they exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from generation.test_native import SMALL, make, make_request, rows, weights
+from torch import Tensor, nn
+from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
+
+from hydraflow.generation import decode, packed
+from hydraflow.generation.base import SamplingParams
+from hydraflow.generation.native import NativeEngine
+from hydraflow.generation.packed import PackingLinear, joined, let_linears_pack, packing_linears
+from hydraflow.generation.sampling import choose
+from hydraflow.models import linear as products
+from hydraflow.models.decoding_sizes import LEAST_INNER, LEAST_ROWS
+from hydraflow.models.linear import linear
+
+WIDE = SMALL | dict(hidden_size=LEAST_INNER, intermediate_size=2 * LEAST_INNER)
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "a step of our own": LlamaConfig(**WIDE),
+    "the model's own forward": MixtralConfig(**WIDE, num_local_experts=4, sliding_window=None),
+}
+PARAMS = SamplingParams(max_tokens=8)
+TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+@pytest.fixture(autouse=True)
+def on_any_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
+    """oneDNN multiplies, wherever this runs; gives the copies that it was given."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    used: list[Tensor] = []
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        used.append(weight)
+        return real(x, weight, bias)
+
+    real = packed.onednn_product
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(packed, "cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(packed, "onednn_product", product)
+    yield used
+
+
+def layer_of(inner: int, outer: int, dtype: torch.dtype, bias: bool = False) -> PackingLinear:
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(inner, outer, bias=bias, dtype=dtype).requires_grad_(False))
+    let_linears_pack(layer)
+    [found] = packing_linears(layer)
+    return found
+
+
+@TYPES
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("inner", "outer"), [(128, 384), (384, 128), (200, 514), (512, 17)])
+@torch.inference_mode()
+def test_a_copy_changes_no_bit_of_any_row(
+    inner: int, outer: int, bias: bool, dtype: torch.dtype, on_any_cpu: list[Tensor]
+) -> None:
+    layer = layer_of(inner, outer, dtype, bias)
+    x = torch.randn(300, inner, dtype=dtype)
+    whole = linear(x, layer.weight, layer.bias)
+    layer.pack()
+    for count in (LEAST_ROWS, 17, 64, 129, 300):
+        assert torch.equal(layer(x[:count]), whole[:count]), f"{count} rows"
+    assert torch.equal(layer(x[:40].view(2, 20, inner)), whole[:40].view(2, 20, outer))
+    assert len({id(copy) for copy in on_any_cpu}) == 1, "it is made once"
+    layer.unpack()
+    assert torch.equal(layer(x), whole) and len(on_any_cpu) == 6
+
+
+@pytest.mark.parametrize(
+    ("inner", "dtype"), [(LEAST_INNER - 1, torch.float32), (128, torch.float64), (128, torch.float16)]
+)
+@torch.inference_mode()
+def test_products_that_are_not_onednns_need_no_copy(
+    inner: int, dtype: torch.dtype, on_any_cpu: list[Tensor]
+) -> None:
+    layer = layer_of(inner, 64, dtype)
+    layer.pack()
+    layer(torch.randn(LEAST_ROWS, inner, dtype=dtype))
+    assert not on_any_cpu
+
+
+def test_a_joined_layer_follows_what_is_written_into_its_parts() -> None:
+    parts = [nn.Linear(8, size, dtype=torch.float64) for size in (3, 5)]
+    whole, x = joined(parts), torch.randn(4, 8, dtype=torch.float64)
+    for _ in range(2):
+        torch.testing.assert_close(whole(x), torch.cat([part(x) for part in parts], -1))
+        with torch.no_grad():
+            for part in parts:
+                part.weight.normal_()
+                part.bias.normal_()
+    assert joined([nn.Linear(8, 3, bias=False), nn.Linear(8, 5, bias=False)]).bias is None
+
+
+@TYPES
+@pytest.mark.parametrize("name", CONFIGS)
+def test_samples_are_the_same_and_no_copy_outlives_them(
+    name: str, dtype: torch.dtype, on_any_cpu: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, other = make(CONFIGS[name], dtype), make(CONFIGS[name], dtype)
+    for parameter in other.parameters():
+        parameter.data *= 0.5
+    request = make_request([3, 9, 4], samples=6)
+    engine = NativeEngine(model)
+    found = rows(engine.generate(request, PARAMS))
+    assert on_any_cpu
+    layers = [*packing_linears(model), *getattr(engine._forward._lean, "linears", ())]
+    assert all(layer._packed is None for layer in layers)
+    engine.update_weights(weights(other).items())
+    updated = rows(engine.generate(request, PARAMS))
+    monkeypatch.setattr(PackingLinear, "pack", lambda self: None)
+    on_any_cpu.clear()
+    assert updated == rows(NativeEngine(other).generate(request, PARAMS)) != found
+    assert found == rows(NativeEngine(make(CONFIGS[name], dtype)).generate(request, PARAMS))
+    assert not on_any_cpu
+
+
+def test_an_error_while_sampling_leaves_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = NativeEngine(make(CONFIGS["the model's own forward"]))
+    packed_then: list[bool] = []
+
+    def fail_later(*given: Any) -> Any:
+        packed_then.append(any(layer._packed is not None for layer in engine._forward._packed))
+        if len(packed_then) == 3:
+            raise MemoryError
+        return choose(*given)
+
+    monkeypatch.setattr(decode, "choose", fail_later)
+    with pytest.raises(MemoryError):
+        engine.generate(make_request([5]), PARAMS)
+    assert packed_then == [False, True, True] and not engine._forward._packed
