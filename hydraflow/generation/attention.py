@@ -3,9 +3,11 @@
 In: queries (B, h, 1, d), keys and values (B, k, L, d) or those of groups of rows (`widths.py`), an additive
 mask. Out: as transformers' `sdpa`, up to rounding, or as its eager attention. For every token, `sdpa` repeats
 the whole cache's keys and values for all query heads. Here the g = h / k query heads that share a key head
-become g queries of one head. Models that need more than `sdpa` offers (soft-capped scores, sinks) keep their
-own eager attention; only the split into groups is ours. Left out on purpose: prompts, and values whose width
-differs from the keys' (a row's last bits would depend on its neighbours); `sdpa` itself handles both.
+become g queries of one head, and products by OpenBLAS take the place of torch's kernel where they suit
+(`models/openblas.py`): they take half its time for rows of 128 tokens, a little less than it for 30. Models
+that need more than `sdpa` offers (soft-capped scores, sinks) keep their own eager attention; only the split
+into groups is ours. Left out on purpose: prompts, and values whose width differs from the keys' (a row's last
+bits would depend on its neighbours); `sdpa` itself handles both.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hydraflow.generation.widths import KeysOfGroups
+from hydraflow.models import openblas
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 OURS = {"sdpa": "hydraflow_cached", "eager": "hydraflow_cached_eager"}
@@ -82,8 +85,8 @@ def cached_attention(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     rows, heads, new, dim = query.shape
-    repeats = heads > key.shape[1] and dim == value.shape[-1] and others.get("position_bias") is None
-    if new > 1 or not repeats:
+    suits = new == 1 and dim == value.shape[-1] and others.get("position_bias") is None
+    if not suits or not (heads > key.shape[1] or openblas.suits(query)):
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **others
         )
@@ -94,9 +97,16 @@ def cached_attention(
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """One token of each row: (B, k, g, d), queries that share a key head together, keys and values
-    (B, k, L, d), an additive mask (B, 1, 1, L), to (B, k, g, d)."""
-    wide = None if mask is None else mask.expand(-1, -1, q.shape[2], -1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=wide, scale=scale)
+    (B, k, L, d), an additive mask or one of bool (B, 1, 1, L), to (B, k, g, d)."""
+    if not openblas.suits(q):
+        wide = None if mask is None else mask.expand(-1, -1, q.shape[2], -1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=wide, scale=scale)
+    scores = openblas.product(q * (q.shape[-1] ** -0.5 if scale is None else scale), k.mT)
+    if mask is not None and mask.dtype == torch.bool:
+        scores.masked_fill_(~mask, -torch.inf)
+    elif mask is not None:
+        scores += mask
+    return openblas.product(scores.softmax(-1), v)
 
 
 @by_groups
