@@ -55,8 +55,8 @@ class CachedForward:
             attention.register_attention()
         self._lean: LeanForward | None = None
         """The fused decoding step, created at the first decoded token of a supported model."""
-        self._packed: Sequence[PackingLinear] = ()
-        """Layers that keep a reordered copy of their weight."""
+        self._packed: Sequence[PackingLinear] | None = None
+        """Layers that keep a reordered copy of their weight; None before the first step of a request."""
 
     def step(
         self,
@@ -69,7 +69,7 @@ class CachedForward:
         additive (b, 1, 1, L) if it `pads`. positions: (b, 1) if it `mixes`; else there is one cache."""
         if self._is_lean:
             self._lean = self._lean or LeanForward(self.model)
-        if not self._packed:
+        if self._packed is None:
             self._packed = packing_linears(self.model) if self._lean is None else self._lean.linears
             for layer in self._packed:
                 layer.pack()
@@ -84,9 +84,9 @@ class CachedForward:
 
     def unpack(self) -> None:
         """Drops the copies of weights that steps make (`packed.py`). To be called before weights change."""
-        for layer in self._packed:
+        for layer in self._packed or ():
             layer.unpack()
-        self._packed = ()
+        self._packed = None
 
     def drop_weights(self) -> None:
         """Drops all references to weights, which are about to be replaced."""
