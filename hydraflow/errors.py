@@ -190,7 +190,7 @@ class EnvironmentFault(HydraflowError):
 
 
 class LostColumns(EnvironmentFault):
-    """Columns of a batch that are gone with the process that made them."""
+    """Columns of a batch that are gone with the process that made them, or do not arrive in time."""
 
 
 class DoesNotFit(EnvironmentFault):

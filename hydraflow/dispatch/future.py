@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import ray
 from ray import ObjectRef
@@ -175,9 +175,9 @@ class PendingCalls:
             self._take(_answered(list(self.pending), 0))
 
     def blame_lost_columns(self) -> None:
-        """Raises the error of the process that has died, if one is found."""
+        """Raises the error of the process that has died, or of another call that fails meanwhile, if any."""
         if found := self._death_of_any():
-            self._fail(found)
+            self._raise_first(found)
 
     def _owed(self, refs: Mapping[int, ObjectRef]) -> list[ObjectRef]:
         return [ref for ref in refs.values() if ref in self.pending]
@@ -283,10 +283,12 @@ class PendingCalls:
         columns_elsewhere = call.columns is not None and isinstance(answer, Receipt)
         return answer.at(call.columns) if columns_elsewhere else answer
 
-    def _fail(self, failures: list[tuple[PendingCall, Failure]]) -> None:
+    def _fail(self, failures: list[tuple[PendingCall, Failure]]) -> NoReturn:
         """Ends the groups that failed, with the first cause among all reports, and raises it."""
         failures = [*failures, *self._keep(_answered(list(self.pending), GRACE))]
-        failures += self._death_behind(failures)
+        self._raise_first([*failures, *self._death_behind(failures)])
+
+    def _raise_first(self, failures: list[tuple[PendingCall, Failure]]) -> NoReturn:
         _, first = min(failures, key=_precedence)
         self._end({call.group for call, _ in failures}, first.error)
 
@@ -313,9 +315,11 @@ class PendingCalls:
             suspects = [ref for ref, call in self.pending.items() if groups is None or call.group in groups]
             if not suspects:
                 break
-            if self.head is not None:
-                self.head.look()
-            found += self._keep(_answered(suspects[:1], SLICE) or _answered(suspects, 0))
+            self._check()
+            for call, failure in self._keep(_answered(suspects[:1], SLICE) or _answered(suspects, 0)):
+                # what a process returned that can be replaced outlives it
+                replaced = groups is None and failure.died and call.group.may_replace(call)
+                (self._died if replaced else found).append((call, failure))
         return found
 
     def _late(self) -> None:
@@ -336,7 +340,7 @@ class PendingCalls:
             cause += f"; stacks of all workers: {written}"
         self._end({first.group}, first.error(cause))
 
-    def _end(self, groups: set[GroupHandle], error: HydraflowError) -> None:
+    def _end(self, groups: set[GroupHandle], error: HydraflowError) -> NoReturn:
         """Ends these groups and raises `error`. If the workers decided to stop, their processes are kept:
         they may still be writing a checkpoint."""
         for group in groups:

@@ -56,7 +56,7 @@ class CachedForward:
         self._lean: LeanForward | None = None
         """The fused decoding step, created at the first decoded token of a supported model."""
         self._packed: Sequence[PackingLinear] | None = None
-        """Layers that keep a reordered copy of their weight; None before the first step of a request."""
+        """Layers that keep a reordered copy of their weight; None before a wave's first step."""
 
     def step(
         self,

@@ -1,11 +1,11 @@
 """The decoding step of Llama-like models: transformers' operations in the same order, but fewer of them.
 
-In: the sampled tokens, the caches of rows of one or more lengths, additive masks. Out: the next logits,
-bit-identical to transformers': a matrix product of a few dozen columns or more has the same bits as part of a
-larger one. Only attention is computed for each cache alone. Queries, keys and values are one product, and so
-are gate and up. The model's own weights become views of the joined ones, so weight updates write into these
-directly. Left out on purpose: prompts, and models of any other class, which run their own forward
-(`forward.py`).
+In: the sampled tokens, the caches of rows of one or more lengths, additive masks. Out: the next logits, on a
+CPU bit-identical to those of the model's own forward with our attention: a matrix product of a few dozen
+columns or more has the same bits as part of a larger one. Only attention is computed for each cache alone.
+Queries, keys and values are one product, and so are gate and up. The model's own weights become views of the
+joined ones, so weight updates write into these directly. Left out on purpose: prompts, and models of any other
+class, which run their own forward (`forward.py`).
 
 Legend: B rows, H hidden size, h heads of queries, k heads of keys and values, d head dimension, L tokens so
 far.

@@ -172,11 +172,7 @@ class NativeEngine:
         lengths, counts = [len(some.prompt) for some in rows], [len(some.samples) for some in rows]
         pad, mixed = self._forward.pads, self._forward.mixes
         plan = list(waves(lengths, counts, self._max_rows, pad=pad, mixed=mixed))
-        try:
-            results = [self._run(wave, rows, params, sampled) for wave in plan]
-        finally:
-            self._forward.unpack()
-        return _output(results, request_order(plan, counts))
+        return _output([self._run(wave, rows, params, sampled) for wave in plan], request_order(plan, counts))
 
     # tensors made here cannot be used in training, so the engine returns copies only
     @torch.inference_mode()
@@ -190,7 +186,10 @@ class NativeEngine:
         routers = self._routers() if params.routes else None
         decoder = WaveDecoder(self._forward, wave, [some.prompt for some in prompts], draws, routers)
         stop_tokens = torch.tensor(params.all_stop_tokens(self._eos), dtype=torch.int64, device=device)
-        return decoder.run(params, stop_tokens, self._stop_strings(prompts, wave.owner, params, sampled))
+        try:
+            return decoder.run(params, stop_tokens, self._stop_strings(prompts, wave.owner, params, sampled))
+        finally:
+            self._forward.unpack()
 
     def _routers(self) -> HFRouters:
         """ValueError: the model has no experts, or unsupported routers."""

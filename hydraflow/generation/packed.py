@@ -2,7 +2,7 @@
 
 oneDNN reorders a matrix before it multiplies with it, which takes as long as the product of 16 rows: the
 matrices of 31.7 million parameters take 20 ms in float32 and 12 in bfloat16, reordered ones 12.5 and 7 (one
-core of an AMD EPYC). The bits are the same. The copies exist while a request is sampled, as caches do.
+core of an AMD EPYC). The bits are the same. The copies exist while a wave is decoded, as its caches do.
 In: a model for generation. Out: the same model, whose plain linear layers can be told to keep a copy. Left
 out on purpose: products for which torch does not use oneDNN (`models/linear.py`), and experts.
 """
@@ -34,8 +34,9 @@ class PackingLinear(Linear):
         self._packs, self._packed = False, None
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., K) to (..., N); of a copy, at least LEAST_ROWS rows without a gradient."""
-        if not self._packs:
+        """(..., K) to (..., N), without a gradient if there is a copy. Experts that are layers of their own
+        may get few rows, for which oneDNN is not used."""
+        if not self._packs or x.numel() < LEAST_ROWS * x.shape[-1]:
             return linear(x, self.weight, self.bias)
         if self._packed is None:
             self._packed = onednn_reordered(self.weight, LEAST_ROWS)
@@ -50,7 +51,7 @@ def let_linears_pack(model: nn.Module) -> None:
 
 
 def packing_linears(model: nn.Module) -> list[PackingLinear]:
-    """Those of a model."""
+    """The layers of a model that can keep a copy."""
     return [part for part in model.modules() if isinstance(part, PackingLinear)]
 
 
@@ -79,5 +80,6 @@ def _stacked(tensors: Sequence[Tensor]) -> nn.Parameter:
 def _is_reordered(weight: Tensor) -> bool:
     """Whether every product with this weight (N, K), of LEAST_ROWS rows or more, is oneDNN's."""
     if weight.dtype == torch.bfloat16:
-        return weight.device.type == "cpu" and weight.is_contiguous() and cpu_has_bf16()
+        is_onednns = cpu_has_bf16() and torch.backends.mkldnn.is_available()
+        return weight.device.type == "cpu" and weight.is_contiguous() and is_onednns
     return weight.is_contiguous() and suits_onednn(weight)

@@ -15,10 +15,9 @@ from hydraflow.memory.report import MemoryParts, fullest
 from hydraflow.memory.shape import ModelShape
 from hydraflow.models.decoding_sizes import (
     FILTERED_LOGITS,
-    LEAST_INNER,
     LEAST_ROWS,
-    MOST_WEIGHTS,
     PREFILL_TOKENS,
+    is_onednns,
     padded_width,
     with_room,
 )
@@ -84,11 +83,14 @@ class NativeEngineMemory:
 
     def _copied(self) -> int:
         """Numbers in reordered copies."""
-        shape = self.shape
-        if not self.reordered or (self.number == 4 and shape.hidden < LEAST_INNER):
+        if not self.reordered:
             return 0
-        head = shape.embedding if self.number < 4 or shape.embedding <= MOST_WEIGHTS else 0
-        return shape.linear_layers + head
+        always = self.number < 4
+        return sum(
+            count * outer * inner
+            for count, outer, inner in self.shape.matrices
+            if always or is_onednns(outer, inner)
+        )
 
 
 @dataclass(frozen=True)

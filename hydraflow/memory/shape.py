@@ -109,10 +109,21 @@ class ModelShape:
         return self.attention + routed + self.shared_expert + 2 * self.hidden
 
     @property
-    def linear_layers(self) -> int:
-        """Parameters of all layers that are neither norms, nor routed experts, nor the output matrix."""
-        mlps = self.dense_layers * self.dense_mlp + self.sparse_layers * self.shared_expert
-        return self.layers * self.attention + mlps
+    def matrices(self) -> list[tuple[int, int, int]]:
+        """Count, outer and inner dimension of all matrices but those of routed experts; queries, keys and
+        values are one, and so are gate and up."""
+        hidden = self.hidden
+        found = [
+            (self.layers, self.q_width + 2 * self.kv_width, hidden),
+            (self.layers, hidden, self.q_width),
+            (1, self.vocabulary, hidden),
+        ]
+        for layers, width in (
+            (self.dense_layers, self.intermediate),
+            (self.sparse_layers, self.shared_intermediate),
+        ):
+            found += [(layers, 2 * width, hidden), (layers, hidden, width)]
+        return found
 
     @property
     def dense_layers(self) -> int:

@@ -19,6 +19,11 @@ _LEAST_ROOM = 16
 """Minimum spare capacity in tokens when a layer's keys and values are reallocated."""
 
 
+def is_onednns(outer: int, inner: int) -> bool:
+    """Whether oneDNN multiplies with a float32 matrix of these dimensions, where it is faster at all."""
+    return inner >= LEAST_INNER and outer * inner <= MOST_WEIGHTS
+
+
 def padded_width(length: int) -> int:
     """Width to which a prompt of that length is padded: multiples of 4 up to 32, then of an eighth of the
     next power of two.

@@ -55,7 +55,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`: (..., K), (N, K) and (N,) to (..., N)."""
     if not gains(x, weight):
         return F.linear(x, weight, bias)
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():  # the function alone takes as long as a product of a few rows
         return onednn_product(x, weight, bias)
     return _Product.apply(x, weight, bias)
 
