@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hydraflow.device import cpu_has_bf16, onednn_product, onednn_reordered
 from hydraflow.models.decoding_sizes import LEAST_ROWS
-from hydraflow.models.linear import PLAIN_LINEAR, Linear, linear, suits_onednn
+from hydraflow.models.linear import Linear, is_plain, linear, suits_onednn
 
 
 class PackingLinear(Linear):
@@ -46,7 +46,7 @@ class PackingLinear(Linear):
 def let_linears_pack(model: nn.Module) -> None:
     """Makes every plain linear layer of the model a `PackingLinear`; parameters are kept."""
     for part in model.modules():
-        if type(part) in PLAIN_LINEAR:
+        if is_plain(part):
             part.__class__ = PackingLinear
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hydraflow.models.decoding_sizes import LEAST_ROWS
-from hydraflow.models.linear import PLAIN_LINEAR
+from hydraflow.models.linear import is_plain
 
 NAME, _REPLACED = "hydraflow_steady", "grouped_mm"
 
@@ -35,7 +35,7 @@ def steady_products(model: PreTrainedModel) -> None:
     ALL_EXPERTS_FUNCTIONS.register(NAME, padded_experts)
     part: Any
     for part in model.modules():
-        if type(part) in PLAIN_LINEAR and part.out_features == 1:
+        if is_plain(part) and part.out_features == 1:
             part.__class__ = _OneOutput
         elif hasattr(part, "_is_expert_parallel") and part.config._experts_implementation == _REPLACED:
             part.config = copy.deepcopy(part.config)

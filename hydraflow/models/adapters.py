@@ -15,7 +15,7 @@ from enum import Enum
 import torch
 from torch import nn
 
-from hydraflow.models.linear import PLAIN_LINEAR
+from hydraflow.models.linear import is_plain
 
 ALL_LINEAR = "all-linear"
 SIDES = ("lora_A", "lora_B")
@@ -140,4 +140,4 @@ def is_linear(part: nn.Module) -> bool:
     from transformers.pytorch_utils import Conv1D
 
     # not isinstance: a router that is a subclass of Linear returns more than a tensor
-    return type(part) in (*PLAIN_LINEAR, Conv1D)
+    return is_plain(part) or type(part) is Conv1D

@@ -21,7 +21,7 @@ from hydraflow.models.attention import pick
 from hydraflow.models.chunks import POST_PROCESSING, head_chunk
 from hydraflow.models.fused_head import FusedHead, HeadWork, several
 from hydraflow.models.kernel_head import KernelHead, suits
-from hydraflow.models.linear import PLAIN_LINEAR
+from hydraflow.models.linear import is_plain
 from hydraflow.models.packing import PackedBatch
 
 
@@ -49,7 +49,7 @@ class PolicyModel(nn.Module):
         head = self.lm.get_output_embeddings()
         hidden = asked_hidden_states(backbone_of(self.lm)[1], batch, head.weight.dtype)
         chunk = head_chunk(self.chunk_tokens, len(head.weight), hidden.element_size())
-        if type(head) not in PLAIN_LINEAR:
+        if not is_plain(head):
             return self._by_module(hidden, batch.targets, ask, chunk)
         process = partial(shape_logits, config=self.lm.config)
         work = HeadWork(ask, process, chunk, trains=torch.is_grad_enabled())
