@@ -18,7 +18,7 @@ from transformers import Cache, PreTrainedModel
 
 from hydraflow.generation import attention
 from hydraflow.generation.lean import LeanForward, is_known
-from hydraflow.generation.packed import PackingLinear, packing_linears
+from hydraflow.generation.reordered import ReorderingLinear, reordering_linears
 from hydraflow.generation.widths import joint_cache, takes_joint_cache
 from hydraflow.models.loading import PLAIN_ATTENTION
 
@@ -55,7 +55,7 @@ class CachedForward:
             attention.register_attention()
         self._lean: LeanForward | None = None
         """The fused decoding step, created at the first decoded token of a supported model."""
-        self._packed: Sequence[PackingLinear] | None = None
+        self._reordering: Sequence[ReorderingLinear] | None = None
         """Layers that keep a reordered copy of their weight; None before a wave's first step."""
 
     def step(
@@ -69,10 +69,10 @@ class CachedForward:
         additive (b, 1, 1, L) if it `pads`. positions: (b, 1) if it `mixes`; else there is one cache."""
         if self._is_lean:
             self._lean = self._lean or LeanForward(self.model)
-        if self._packed is None:
-            self._packed = packing_linears(self.model) if self._lean is None else self._lean.linears
-            for layer in self._packed:
-                layer.pack()
+        if self._reordering is None:
+            self._reordering = reordering_linears(self.model) if self._lean is None else self._lean.linears
+            for layer in self._reordering:
+                layer.keep_copy()
         if self._lean is not None:
             return self._lean(token, caches, masks, torch.cat(positions))  # type: ignore[arg-type]
         if len(caches) == 1:
@@ -82,11 +82,11 @@ class CachedForward:
         unused = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device)
         return self(token[:, None], cache, unused, torch.cat(positions), 1)[:, 0]  # type: ignore[arg-type]
 
-    def unpack(self) -> None:
-        """Drops the copies of weights that steps make (`packed.py`). To be called before weights change."""
-        for layer in self._packed or ():
-            layer.unpack()
-        self._packed = None
+    def drop_copies(self) -> None:
+        """Drops the copies of weights that steps make (`reordered.py`). Call it before weights change."""
+        for layer in self._reordering or ():
+            layer.drop_copy()
+        self._reordering = None
 
     def drop_weights(self) -> None:
         """Drops all references to weights, which are about to be replaced."""

@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from hydraflow.generation.attention import attend
-from hydraflow.generation.packed import PackingLinear, joined
+from hydraflow.generation.reordered import ReorderingLinear, joined
 
 _CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 """Classes whose layers are norm, attention, norm, gated MLP, and nothing else."""
@@ -47,10 +47,10 @@ class LeanForward:
         self._backbone = backbone
         self._head = model.get_output_embeddings()
         self._layers = [_Layer(layer) for layer in backbone.layers]
-        self.linears: list[PackingLinear] = [
+        self.linears: list[ReorderingLinear] = [
             part
             for part in (self._head, *(part for layer in self._layers for part in layer.linears))
-            if isinstance(part, PackingLinear)
+            if isinstance(part, ReorderingLinear)
         ]
         """The linear layers of a step."""
 

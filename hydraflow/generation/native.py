@@ -37,8 +37,8 @@ from hydraflow.generation.base import (
 from hydraflow.generation.decode import WaveDecoder, WaveResult
 from hydraflow.generation.forward import CachedForward, NoCache
 from hydraflow.generation.layout import Wave, request_order, waves
-from hydraflow.generation.packed import let_linears_pack
 from hydraflow.generation.parity import not_sampled, require_parity
+from hydraflow.generation.reordered import let_linears_reorder
 from hydraflow.generation.requests import Limits, aborted
 from hydraflow.generation.sampling import UniformDraws
 from hydraflow.generation.steady import steady_products
@@ -78,7 +78,7 @@ class NativeEngine:
             raise ValueError(f"max_num_seqs={max_num_seqs} must be at least 1")
         self._model = model.eval().requires_grad_(False)
         steady_products(model)
-        let_linears_pack(model)
+        let_linears_reorder(model)
         self._forward = CachedForward(model)
         self._max_rows = max_num_seqs
         self._eos = end_tokens(generation_config or model.generation_config, model.config)
@@ -189,7 +189,7 @@ class NativeEngine:
         try:
             return decoder.run(params, stop_tokens, self._stop_strings(prompts, wave.owner, params, sampled))
         finally:
-            self._forward.unpack()
+            self._forward.drop_copies()
 
     def _routers(self) -> HFRouters:
         """ValueError: the model has no experts, or unsupported routers."""

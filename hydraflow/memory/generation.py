@@ -1,7 +1,7 @@
 """Memory of a generation engine on one device: weights, key-value cache, and one decoding step.
 
 In: a model's shape, sequences and their lengths, the engine's settings. Out: `MemoryParts` per phase. The
-native engine is modelled on the allocations of `generation/cache.py`, `groups.py`, `packed.py` and
+native engine is modelled on the allocations of `generation/cache.py`, `groups.py`, `reordered.py` and
 `sampling.py`; vLLM and SGLang take the configured share of the device.
 """
 
@@ -41,7 +41,7 @@ class NativeEngineMemory:
     top_p: bool = False
     """Whether top-p filters."""
     reordered: bool = False
-    """Whether it copies weights of linear layers while it decodes (`generation/packed.py`)."""
+    """Whether it copies weights of linear layers while it decodes (`generation/reordered.py`)."""
 
     @property
     def resting(self) -> MemoryParts:

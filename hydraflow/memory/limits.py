@@ -108,7 +108,8 @@ def limits_of(config: PPOConfig) -> MemoryLimits:
 
 
 def _reordered() -> tuple[int, ...]:
-    return (4,) * mkl_is_slow() + (2,) * cpu_has_bf16()
+    numbers = {4: mkl_is_slow(), 2: cpu_has_bf16()}
+    return tuple(number for number, is_onednns in numbers.items() if is_onednns)
 
 
 @dataclass(frozen=True)

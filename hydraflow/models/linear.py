@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from hydraflow.device import onednn_is_faster, onednn_product
 from hydraflow.models import openblas
 from hydraflow.models.chunks import chunk_slices
-from hydraflow.models.decoding_sizes import LEAST_INNER, LEAST_ROWS, MOST_WEIGHTS
+from hydraflow.models.decoding_sizes import LEAST_INNER, LEAST_ROWS, MOST_WEIGHTS, is_onednns
 
 COPIED = 2**16
 """Numbers of a gradient that are copied at a time for oneDNN."""
@@ -83,7 +83,7 @@ def add_product(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
     """`total + grad.T @ x`, in the memory of `total` (N, K) if there is one: (M, N) and (M, K)."""
     if openblas.suits(x):
         return _add_by_openblas(total, grad, x)
-    if not (_has_rows(x) and _has_width(grad)):
+    if not (_has_rows(x) and _is_float32(grad) and grad.shape[1] >= LEAST_INNER and onednn_is_faster()):
         return grad.t() @ x if total is None else total.addmm_(grad.t(), x)
     (rows, outer), inner = grad.shape, x.shape[1]
     # oneDNN copies a first factor that is transposed, and always its second
@@ -117,16 +117,16 @@ def gains(x: Tensor, weight: Tensor) -> bool:
 def suits_onednn(weight: Tensor) -> bool:
     """Whether oneDNN multiplies LEAST_ROWS rows or more with this matrix (N, K)."""
     is_whole = weight.is_contiguous() or weight.t().is_contiguous()
-    return is_whole and weight.numel() <= MOST_WEIGHTS and _has_width(weight)
+    return is_whole and is_onednns(*weight.shape) and _is_float32(weight) and onednn_is_faster()
 
 
 def _has_rows(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() >= LEAST_ROWS * x.shape[-1]
+    return _is_float32(x) and x.numel() >= LEAST_ROWS * x.shape[-1]
 
 
-def _has_width(x: Tensor) -> bool:
-    is_wide = x.dtype == torch.float32 and x.device.type == "cpu" and x.shape[-1] >= LEAST_INNER
-    return is_wide and onednn_is_faster()
+def _is_float32(x: Tensor) -> bool:
+    """On a CPU."""
+    return x.dtype == torch.float32 and x.device.type == "cpu"
 
 
 class _Product(torch.autograd.Function):

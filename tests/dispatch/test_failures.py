@@ -17,7 +17,7 @@ from dispatch.probes import Misconfigured, Probe, Troubled, Unbuildable, Unstart
 from hydraflow.dispatch import group
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.future import GRACE, UNANSWERED
-from hydraflow.dispatch.group import RoleGroup, Timeouts
+from hydraflow.dispatch.group import Recovery, RoleGroup, Timeouts
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
@@ -157,6 +157,36 @@ def test_lost_columns_are_blamed_on_the_process_that_died(
     error, seconds = _error_of(_until_it_fails, read)
     assert (error.role, error.rank) == ("troubled", 1) and seconds < UNANSWERED + SOON
     assert error.cause.startswith("the process died")
+
+
+def test_lost_columns_are_not_blamed_on_a_process_that_is_replaced(start: Start) -> None:
+    """What it returned outlives it; the death of another is found after its own."""
+    maker, spare = start(), start(role="spare")
+    spare.group.recovery = Recovery(lambda rank: None, max_retries=2)
+    dead, others = maker.call(Troubled.pids)[1], spare.call(Troubled.pids)
+    spare.call(Troubled.wait_for_ever)
+    os.kill(others[0], signal.SIGKILL)
+    calls = spare.group.channel.calls
+    ray.wait(list(calls.pending), num_returns=1, timeout=SOON, fetch_local=False)
+    os.kill(dead, signal.SIGKILL)
+    error, _ = _error_of(calls.blame_lost_columns)
+    assert (error.role, error.rank) == ("troubled", 1) and error.cause.startswith("the process died")
+    assert spare.group.error is None
+
+
+def test_a_search_for_a_death_can_be_interrupted(start: Start) -> None:
+    role = start()
+    role.call(Troubled.wait_for_ever)
+    calls, since = role.group.channel.calls, time.monotonic()
+
+    def interrupt() -> None:
+        if time.monotonic() > since + 1:
+            raise KeyboardInterrupt
+
+    calls.interrupt = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        calls.blame_lost_columns()
+    assert time.monotonic() - since < SOON
 
 
 def test_columns_have_a_limit(start: Start) -> None:

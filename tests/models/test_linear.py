@@ -3,14 +3,13 @@ relies on, and only where they suit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
+from models.onednn import noted_by_onednn
 from torch import Tensor, nn
 
+from hydraflow.models import decoding_sizes, openblas
 from hydraflow.models import linear as products
-from hydraflow.models import openblas
 from hydraflow.models.adapters import is_linear
 from hydraflow.models.linear import (
     Linear,
@@ -26,22 +25,11 @@ SIZES = [(128, 128), (128, 384), (512, 300), (300, 512)]
 
 
 @pytest.fixture(autouse=True)
-def on_any_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
+def on_any_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """oneDNN multiplies, wherever this runs, and OpenBLAS does not; gives the matrices that oneDNN was
     given."""
-    if not torch.backends.mkldnn.is_available():
-        pytest.skip("this torch has no oneDNN")
-    found: list[Tensor] = []
-
-    def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        found.append(weight)
-        return real(x, weight, bias)
-
-    real = products.onednn_product
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
-    monkeypatch.setattr(products, "onednn_product", product)
     monkeypatch.setattr(openblas, "is_faster", lambda: False)
-    yield found
+    return noted_by_onednn(monkeypatch, products)
 
 
 @pytest.fixture(params=["oneDNN", "OpenBLAS"])
@@ -107,6 +95,7 @@ def test_a_matrix_too_large_for_onednn_is_multiplied_by_openblas(
     x, weight, out = drawn(64, 128), drawn(256, 128, seed=1), torch.empty(64, 256)
     bias = drawn(256, seed=2) if with_bias else None
     monkeypatch.setattr(products, "MOST_WEIGHTS", weight.numel() - 1)
+    monkeypatch.setattr(decoding_sizes, "MOST_WEIGHTS", weight.numel() - 1)
     real, multiplied = openblas.product, []
     monkeypatch.setattr(
         openblas, "product", lambda *given, **named: multiplied.append(given) or real(*given, **named)

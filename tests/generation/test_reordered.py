@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from generation.test_native import SMALL, make, make_request, rows, weights
+from models.onednn import noted_by_onednn
 from torch import Tensor, nn
 from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
 
 from hydraflow.device import cpu_has_bf16
-from hydraflow.generation import decode, packed
+from hydraflow.generation import decode, reordered
 from hydraflow.generation.base import SamplingParams
 from hydraflow.generation.native import NativeEngine
-from hydraflow.generation.packed import PackingLinear, joined, let_linears_pack, packing_linears
+from hydraflow.generation.reordered import ReorderingLinear, joined, let_linears_reorder, reordering_linears
 from hydraflow.generation.sampling import choose
-from hydraflow.models import linear as products
 from hydraflow.models.decoding_sizes import LEAST_INNER, LEAST_ROWS
 from hydraflow.models.linear import linear
 
@@ -34,27 +33,16 @@ TYPES = pytest.mark.parametrize(
 
 
 @pytest.fixture(autouse=True)
-def on_any_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
+def on_any_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """oneDNN multiplies, wherever this runs; gives the copies that it was given."""
-    if not torch.backends.mkldnn.is_available():
-        pytest.skip("this torch has no oneDNN")
-    used: list[Tensor] = []
-
-    def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        used.append(weight)
-        return real(x, weight, bias)
-
-    real = packed.onednn_product
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
-    monkeypatch.setattr(packed, "onednn_product", product)
-    yield used
+    return noted_by_onednn(monkeypatch, reordered)
 
 
-def layer_of(inner: int, outer: int, dtype: torch.dtype, bias: bool = False) -> PackingLinear:
+def layer_of(inner: int, outer: int, dtype: torch.dtype, bias: bool = False) -> ReorderingLinear:
     torch.manual_seed(0)
     layer = nn.Sequential(nn.Linear(inner, outer, bias=bias, dtype=dtype).requires_grad_(False))
-    let_linears_pack(layer)
-    [found] = packing_linears(layer)
+    let_linears_reorder(layer)
+    [found] = reordering_linears(layer)
     return found
 
 
@@ -68,14 +56,14 @@ def test_a_copy_changes_no_bit_of_any_row(
     layer = layer_of(inner, outer, dtype, bias)
     x = torch.randn(300, inner, dtype=dtype)
     whole = linear(x, layer.weight, layer.bias)
-    layer.pack()
+    layer.keep_copy()
     for count in (LEAST_ROWS, 17, 64, 129, 300):
         assert torch.equal(layer(x[:count]), whole[:count]), f"{count} rows"
     assert torch.equal(layer(x[:40].view(2, 20, inner)), whole[:40].view(2, 20, outer))
     assert len({id(copy) for copy in on_any_cpu}) == 1, "it is made once"
     few = linear(x[: LEAST_ROWS - 1], layer.weight, layer.bias)
     assert torch.equal(layer(x[: LEAST_ROWS - 1]), few), "too few rows for it"
-    layer.unpack()
+    layer.drop_copy()
     assert torch.equal(layer(x), whole) and len(on_any_cpu) == 6
 
 
@@ -87,7 +75,7 @@ def test_products_that_are_not_onednns_need_no_copy(
     inner: int, dtype: torch.dtype, on_any_cpu: list[Tensor]
 ) -> None:
     layer = layer_of(inner, 64, dtype)
-    layer.pack()
+    layer.keep_copy()
     layer(torch.randn(LEAST_ROWS, inner, dtype=dtype))
     assert not on_any_cpu
 
@@ -116,11 +104,11 @@ def test_samples_are_the_same_and_no_copy_outlives_them(
     engine = NativeEngine(model, max_num_seqs=6)  # three waves
     found = rows(engine.generate(request, PARAMS))
     assert on_any_cpu
-    layers = [*packing_linears(model), *getattr(engine._forward._lean, "linears", ())]
-    assert all(layer._packed is None for layer in layers)
+    layers = [*reordering_linears(model), *getattr(engine._forward._lean, "linears", ())]
+    assert all(layer._copy is None for layer in layers)
     engine.update_weights(weights(other).items())
     updated = rows(engine.generate(request, PARAMS))
-    monkeypatch.setattr(PackingLinear, "pack", lambda self: None)
+    monkeypatch.setattr(ReorderingLinear, "keep_copy", lambda self: None)
     on_any_cpu.clear()
     assert updated == rows(NativeEngine(other).generate(request, PARAMS)) != found
     assert found == rows(NativeEngine(make(CONFIGS[name], dtype)).generate(request, PARAMS))
@@ -129,15 +117,15 @@ def test_samples_are_the_same_and_no_copy_outlives_them(
 
 def test_an_error_while_sampling_leaves_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = NativeEngine(make(CONFIGS["the model's own forward"]))
-    packed_then: list[bool] = []
+    copied_then: list[bool] = []
 
     def fail_later(*given: Any) -> Any:
-        packed_then.append(any(layer._packed is not None for layer in engine._forward._packed or ()))
-        if len(packed_then) == 3:
+        copied_then.append(any(layer._copy is not None for layer in engine._forward._reordering or ()))
+        if len(copied_then) == 3:
             raise MemoryError
         return choose(*given)
 
     monkeypatch.setattr(decode, "choose", fail_later)
     with pytest.raises(MemoryError):
         engine.generate(make_request([5]), PARAMS)
-    assert packed_then == [False, True, True] and engine._forward._packed is None
+    assert copied_then == [False, True, True] and engine._forward._reordering is None

@@ -19,48 +19,48 @@ from hydraflow.models.decoding_sizes import LEAST_ROWS
 from hydraflow.models.linear import Linear, is_plain, linear, suits_onednn
 
 
-class PackingLinear(Linear):
-    """A linear layer that keeps a reordered copy of its weight between `pack` and `unpack`."""
+class ReorderingLinear(Linear):
+    """A linear layer that keeps a reordered copy of its weight between `keep_copy` and `drop_copy`."""
 
-    _packs = False
-    _packed: Tensor | None = None
+    _keeps = False
+    _copy: Tensor | None = None
 
-    def pack(self) -> None:
+    def keep_copy(self) -> None:
         """From its next use on it has a copy, if oneDNN multiplies with this weight."""
-        self._packs = _is_reordered(self.weight)
+        self._keeps = _is_reordered(self.weight)
 
-    def unpack(self) -> None:
+    def drop_copy(self) -> None:
         """Drops the copy. To be called before the weight changes."""
-        self._packs, self._packed = False, None
+        self._keeps, self._copy = False, None
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) to (..., N), without a gradient if there is a copy. Experts that are layers of their own
         may get few rows, for which oneDNN is not used."""
-        if not self._packs or x.numel() < LEAST_ROWS * x.shape[-1]:
+        if not self._keeps or x.numel() < LEAST_ROWS * x.shape[-1]:
             return linear(x, self.weight, self.bias)
-        if self._packed is None:
-            self._packed = onednn_reordered(self.weight, LEAST_ROWS)
-        return onednn_product(x, self._packed, self.bias)
+        if self._copy is None:
+            self._copy = onednn_reordered(self.weight, LEAST_ROWS)
+        return onednn_product(x, self._copy, self.bias)
 
 
-def let_linears_pack(model: nn.Module) -> None:
-    """Makes every plain linear layer of the model a `PackingLinear`; parameters are kept."""
+def let_linears_reorder(model: nn.Module) -> None:
+    """Makes every plain linear layer of the model a `ReorderingLinear`; parameters are kept."""
     for part in model.modules():
         if is_plain(part):
-            part.__class__ = PackingLinear
+            part.__class__ = ReorderingLinear
 
 
-def packing_linears(model: nn.Module) -> list[PackingLinear]:
+def reordering_linears(model: nn.Module) -> list[ReorderingLinear]:
     """The layers of a model that can keep a copy."""
-    return [part for part in model.modules() if isinstance(part, PackingLinear)]
+    return [part for part in model.modules() if isinstance(part, ReorderingLinear)]
 
 
-def joined(parts: Sequence[nn.Linear]) -> PackingLinear:
+def joined(parts: Sequence[nn.Linear]) -> ReorderingLinear:
     """One layer in place of several with the same input. Their weights, and biases if there are any, become
     views of its own, so what is written into them changes it, too."""
     biases = [part.bias for part in parts if part.bias is not None]
     size = parts[0].in_features, sum(part.out_features for part in parts)
-    whole = PackingLinear(*size, bias=bool(biases), device="meta")
+    whole = ReorderingLinear(*size, bias=bool(biases), device="meta")
     whole.weight = _stacked([part.weight for part in parts])
     if biases:
         whole.bias = _stacked(biases)
