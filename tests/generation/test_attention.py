@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from hydraflow.generation import attention
 from hydraflow.generation.attention import cached_attention
 from hydraflow.models import openblas
 
@@ -39,21 +40,27 @@ def test_keys_are_not_repeated_for_a_new_token(monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(found, torch.ones(2, 1, 4, 8))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masked", ["additive", "bool", ""])
 @pytest.mark.parametrize(("heads", "keys", "scale"), [(4, 2, 0.4), (6, 1, None), (3, 3, 0.4)])
 def test_by_openblas_it_is_as_exact_and_no_row_depends_on_another(
-    heads: int, keys: int, scale: float | None, masked: str, monkeypatch: pytest.MonkeyPatch
+    heads: int,
+    keys: int,
+    scale: float | None,
+    masked: str,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The keys are part of a cache with room for more tokens."""
     draw = torch.Generator().manual_seed(0)
     rows, tokens, dim = 20, 37, 16
-    q = torch.randn(rows, heads, 1, dim, generator=draw)
-    k, v = (torch.randn(rows, keys, tokens + 9, dim, generator=draw)[:, :, :tokens] for _ in range(2))
+    q = torch.randn(rows, heads, 1, dim, generator=draw).to(dtype)
+    k, v = (torch.randn(rows, keys, tokens + 9, dim, generator=draw).to(dtype)[:, :, :tokens] for _ in "kv")
     mask = torch.zeros(rows, 1, 1, tokens)
     mask[::3, ..., :5] = -torch.inf
     module: Any = SimpleNamespace(num_key_value_groups=heads // keys, is_causal=True)
 
-    def attend(some: slice, dtype: torch.dtype = torch.float32) -> Tensor:
+    def attend(some: slice, dtype: torch.dtype = dtype) -> Tensor:
         given = [one[some].to(dtype) for one in (q, k, v)]
         masks = {"additive": mask[some].to(dtype), "bool": mask[some] == 0, "": None}
         return cached_attention(module, *given, masks[masked], scaling=scale)[0]
@@ -64,7 +71,22 @@ def test_by_openblas_it_is_as_exact_and_no_row_depends_on_another(
     monkeypatch.setattr(openblas, "is_faster", lambda: True)
     monkeypatch.setattr(openblas, "product", lambda *given: (calls.append(None), real(*given))[1])
     found = attend(slice(None))
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
+    # bfloat16 results are rounded once
+    relative = 1e-5 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(found.double(), wanted, rtol=relative, atol=1e-6)
     for some in (slice(0, 1), slice(3, 19)):
         assert torch.equal(attend(some), found[some])
     assert len(calls) == 6
+    if dtype == torch.bfloat16:  # in parts, each of seven rows
+        monkeypatch.setattr(attention, "_CONVERTED_AT_ONCE", 7 * keys * tokens * dim)
+        assert torch.equal(attend(slice(None)), found)
+        assert len(calls) == 12
+
+
+def test_many_keys_that_queries_share_are_not_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openblas, "is_faster", lambda: True)
+    monkeypatch.setattr(openblas, "product", None)
+    q, k = (torch.ones(2, *shape, dtype=torch.bfloat16) for shape in ((4, 1, 8), (2, 2049, 8)))
+    module: Any = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    found, _ = cached_attention(module, q, k, k, None, scaling=1.0)
+    assert torch.equal(found, torch.ones(2, 1, 4, 8, dtype=torch.bfloat16))
