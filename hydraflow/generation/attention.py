@@ -5,10 +5,11 @@ mask. Out: as transformers' `sdpa`, up to rounding, or as its eager attention. F
 the whole cache's keys and values for all query heads. Here the g = h / k query heads that share a key head
 become g queries of one head, and products by OpenBLAS take the place of torch's kernel where they suit
 (`models/openblas.py`): they take half its time for rows of 128 tokens, a little less than it for 30.
-bfloat16 keys and values are first converted to float32, as long as there are few. Models that need more than
-`sdpa` offers (soft-capped scores, sinks) keep their own eager attention; only the split into groups is ours.
-Left out on purpose: prompts, and values whose width differs from the keys' (a row's last bits would depend on
-its neighbours); `sdpa` itself handles both.
+bfloat16 keys and values are first converted to float32, up to a number of them. These figures are for 16 rows
+or more of one length; a single row takes up to five times as long as in torch's kernel, but its bits may not
+depend on how many there are. Models that need more than `sdpa` offers (soft-capped scores, sinks) keep their
+own eager attention; only the split into groups is ours. Left out on purpose: prompts, and values whose width
+differs from the keys' (a row's last bits would depend on its neighbours); `sdpa` itself handles both.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from hydraflow.models import openblas
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 OURS = {"sdpa": "hydraflow_cached", "eager": "hydraflow_cached_eager"}
 """A model's own attention implementation -> ours in its place, with the same masks."""
-_CONVERTED = 2**15
-"""Elements of a row's bfloat16 keys up to which converting them for OpenBLAS takes less time than torch's
-kernel, by 15 to 60 % for 16 and 64 rows. Keys that no queries share are faster converted whatever their
-number, two to five times."""
+_MOST_CONVERTED = 2**15
+"""Numbers in a row's bfloat16 keys up to which converting them for OpenBLAS takes less time than torch's
+kernel: 15 to 60 % less for 16 rows and for 64. Where each query head has its own keys, torch's kernel is so
+slow (two to five times) that it is less up to `_CONVERTED_AT_ONCE`."""
 _CONVERTED_AT_ONCE = 2**21
-"""Elements of keys that are converted at a time."""
+"""Numbers in keys that are converted at once, with as many values."""
 
 
 def register_attention() -> None:
@@ -93,49 +94,49 @@ def cached_attention(
 
     rows, heads, new, dim = query.shape
     suits = new == 1 and dim == value.shape[-1] and others.get("position_bias") is None
-    grouped = query.reshape(rows, key.shape[1], -1, dim) if suits else query
-    if not suits or not (heads > key.shape[1] or _by_openblas(grouped, key)):
-        output, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **others
-        )
-        return output, None
-    return attend(grouped, key, value, attention_mask, scaling).reshape(rows, 1, heads, -1), None
+    if suits:
+        grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], dim)
+        if heads > key.shape[1] or _by_openblas(grouped, key):
+            found = attend(grouped, key, value, attention_mask, scaling)
+            return found.reshape(rows, 1, heads, dim), None
+    output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
+    return output, None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """One token of each row: (B, k, g, d), queries that share a key head together, keys and values
-    (B, k, L, d), an additive mask or one of bool (B, 1, 1, L), to (B, k, g, d)."""
+    (B, k, L, d), an additive mask or one of bool (B, 1, 1, L), to (B, k, g, d). Every row sees at least one
+    key."""
     if not _by_openblas(q, k):
         wide = None if mask is None else mask.expand(-1, -1, q.shape[2], -1)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=wide, scale=scale)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if q.dtype == torch.float32:
+    at_once = _CONVERTED_AT_ONCE // k.shape[1:].numel()
+    if q.dtype == torch.float32 or len(q) <= at_once:
         return _products(q, k, v, mask, scale)
-    rows = max(1, _CONVERTED_AT_ONCE // k.shape[1:].numel())
-    masks = [None] * -(-len(q) // rows) if mask is None else mask.expand(len(q), -1, -1, -1).split(rows)
-    parts = zip(q.split(rows), k.split(rows), v.split(rows), masks, strict=True)
-    found = [
-        _products(one_q.float(), one_k.float(), one_v.float(), one_mask, scale).to(q.dtype)
-        for one_q, one_k, one_v, one_mask in parts
-    ]
-    return torch.cat(found) if len(found) > 1 else found[0]
+    masks = [mask] * len(q.split(at_once)) if mask is None or len(mask) == 1 else mask.split(at_once)
+    parts = zip(q.split(at_once), k.split(at_once), v.split(at_once), masks, strict=True)
+    return torch.cat([_products(*part, scale) for part in parts])
 
 
 def _by_openblas(q: Tensor, k: Tensor) -> bool:
     """Whether to `attend` by OpenBLAS. It depends on a row alone, not on how many there are."""
     if q.dtype == torch.bfloat16:
-        few = q.shape[2] == 1 or k.shape[1:].numel() <= _CONVERTED
-        return few and q.device.type == "cpu" and openblas.is_faster()
+        most = _CONVERTED_AT_ONCE if q.shape[2] == 1 else _MOST_CONVERTED
+        return k.shape[1:].numel() <= most and q.device.type == "cpu" and openblas.is_faster()
     return openblas.suits(q)
 
 
 def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """`attend` in float32."""
+    dtype = q.dtype
+    q, k, v = q.float(), k.float(), v.float()
     scores = openblas.product(q * scale, k.mT)
     if mask is not None and mask.dtype == torch.bool:
         scores.masked_fill_(~mask, -torch.inf)
     elif mask is not None:
         scores += mask
-    return openblas.product(scores.softmax(-1), v)
+    return openblas.product(scores.softmax(-1), v).to(dtype)
 
 
 @by_groups

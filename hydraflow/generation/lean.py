@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     Cache,
     LlamaForCausalLM,
@@ -26,7 +26,6 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
 )
-from transformers.activations import SiLUActivation
 
 from hydraflow.generation.attention import attend
 from hydraflow.generation.reordered import ReorderingLinear, joined
@@ -78,7 +77,6 @@ class _Layer:
         self._qkv = joined([attention.q_proj, attention.k_proj, attention.v_proj])
         self._gate_up = joined([mlp.gate_proj, mlp.up_proj])
         self._out, self._down, self._act = attention.o_proj, mlp.down_proj, mlp.act_fn
-        self._is_silu = isinstance(self._act, SiLUActivation | nn.SiLU)
         self.linears = [self._qkv, self._out, self._gate_up, self._down]
         has_norms = hasattr(attention, "q_norm")
         self._of_heads = (_norm_of(attention.q_norm), _norm_of(attention.k_norm)) if has_norms else None
@@ -88,9 +86,8 @@ class _Layer:
     ) -> Tensor:
         x = x + self._attend(_norm(x, *self._before), cached, masks, cos, sin)
         gate, up = self._gate_up(_norm(x, *self._between)).chunk(2, -1)
-        if not self._is_silu:
-            gate = gate.contiguous()  # or the last bits of gelu would be other ones
-        return x + self._down(self._act(gate).mul_(up))
+        # activations round differently on a part of a matrix
+        return x + self._down(self._act(gate.contiguous()).mul_(up))
 
     def _attend(
         self, x: Tensor, cached: Sequence[Any], masks: Sequence[Tensor], cos: Tensor, sin: Tensor

@@ -81,12 +81,36 @@ def test_by_openblas_it_is_as_exact_and_no_row_depends_on_another(
         monkeypatch.setattr(attention, "_CONVERTED_AT_ONCE", 7 * keys * tokens * dim)
         assert torch.equal(attend(slice(None)), found)
         assert len(calls) == 12
+        mask[:] = mask[0]
+        wanted = attend(slice(None))
+        mask = mask[:1]  # of all rows
+        found = cached_attention(
+            module, q, k, v, {"additive": mask, "bool": mask == 0, "": None}[masked], scaling=scale
+        )[0]
+        assert torch.equal(found, wanted)
 
 
-def test_many_keys_that_queries_share_are_not_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("heads", "tokens", "converted"),
+    [(4, 2048, True), (4, 2049, False), (2, 2**17, True), (2, 2**17 + 1, False)],
+)
+def test_bfloat16_keys_are_converted_up_to_a_number(
+    heads: int, tokens: int, converted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them where each query head has its own."""
+    calls: list[None] = []
+    real = openblas.product
     monkeypatch.setattr(openblas, "is_faster", lambda: True)
-    monkeypatch.setattr(openblas, "product", None)
-    q, k = (torch.ones(2, *shape, dtype=torch.bfloat16) for shape in ((4, 1, 8), (2, 2049, 8)))
-    module: Any = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    monkeypatch.setattr(openblas, "product", lambda *given: (calls.append(None), real(*given))[1])
+    q, k = (torch.ones(2, *shape, dtype=torch.bfloat16) for shape in ((heads, 1, 8), (2, tokens, 8)))
+    module: Any = SimpleNamespace(num_key_value_groups=heads // 2, is_causal=True)
     found, _ = cached_attention(module, q, k, k, None, scaling=1.0)
-    assert torch.equal(found, torch.ones(2, 1, 4, 8, dtype=torch.bfloat16))
+    assert torch.equal(found, torch.ones(2, 1, heads, 8, dtype=torch.bfloat16))
+    assert bool(calls) is converted
+
+
+def test_no_rows_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openblas, "is_faster", lambda: True)
+    q, k = (torch.ones(0, *shape, dtype=torch.bfloat16) for shape in ((4, 1, 8), (2, 7, 8)))
+    module: Any = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    assert cached_attention(module, q, k, k, None, scaling=1.0)[0].shape == (0, 1, 4, 8)

@@ -21,6 +21,7 @@ from hydraflow.generation.forward import CachedForward
 from hydraflow.generation.lean import LeanForward, is_known
 from hydraflow.generation.native import NativeEngine
 from hydraflow.generation.weights import first_difference
+from hydraflow.models import openblas
 from hydraflow.protocol import ragged
 
 CONFIGS: dict[str, PreTrainedConfig] = {
@@ -50,10 +51,12 @@ def model_of(name: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("by_openblas", [False, True])
 def test_a_step_is_that_of_the_models_own_forward(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: torch.dtype, by_openblas: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(openblas, "is_faster", lambda: by_openblas)
     model, request = model_of(name, dtype), make_request([3, 9, 4], samples=6)
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     found = NativeEngine(model).generate(request, params)
