@@ -6,10 +6,11 @@ the whole cache's keys and values for all query heads. Here the g = h / k query 
 become g queries of one head, and products by OpenBLAS take the place of torch's kernel where they suit
 (`models/openblas.py`): they take half its time for rows of 128 tokens, a little less than it for 30.
 bfloat16 keys and values are first converted to float32, up to a number of them. These figures are for 16 rows
-or more of one length; a single row takes up to five times as long as in torch's kernel, but its bits may not
-depend on how many there are. Models that need more than `sdpa` offers (soft-capped scores, sinks) keep their
-own eager attention; only the split into groups is ours. Left out on purpose: prompts, and values whose width
-differs from the keys' (a row's last bits would depend on its neighbours); `sdpa` itself handles both.
+or more of one length; a single row of bfloat16 takes three to four times as long as in torch's kernel, but
+its bits may not depend on how many there are. Models that need more than `sdpa` offers (soft-capped scores,
+sinks) keep their own eager attention; only the split into groups is ours. Left out on purpose: prompts, and
+values whose width differs from the keys' (a row's last bits would depend on its neighbours); `sdpa` itself
+handles both.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ from hydraflow.models import openblas
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 OURS = {"sdpa": "hydraflow_cached", "eager": "hydraflow_cached_eager"}
 """A model's own attention implementation -> ours in its place, with the same masks."""
-_MOST_CONVERTED = 2**15
-"""Numbers in a row's bfloat16 keys up to which converting them for OpenBLAS takes less time than torch's
-kernel: 15 to 60 % less for 16 rows and for 64. Where each query head has its own keys, torch's kernel is so
-slow (two to five times) that it is less up to `_CONVERTED_AT_ONCE`."""
-_CONVERTED_AT_ONCE = 2**21
-"""Numbers in keys that are converted at once, with as many values."""
+_MOST_CONVERTED = 2**14
+"""Numbers in a row's bfloat16 keys up to which they are converted for OpenBLAS: 64 rows then take 20 to 60 %
+less time than in torch's kernel, and 16 rows at most as long. From 2**15 on they may take twice as long."""
+_CONVERTED_AT_ONCE = 2**20
+"""Numbers in keys that are converted at once, with as many values; more would not stay in the caches. Also
+the most of a row where each query head has its own keys, for which torch's kernel takes 1.5 to 3 times as
+long."""
 
 
 def register_attention() -> None:

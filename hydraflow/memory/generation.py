@@ -67,7 +67,7 @@ class NativeEngineMemory:
 
     def _decode(self, rows: RowSizes, sequences: int) -> MemoryParts:
         """The last tokens: the cache at its longest, one layer's keys and values repeated for every query
-        head, logits twice. Up to 16 MiB of keys and values that are converted to float32 are left out
+        head, logits twice. Up to 8 MiB of keys and values that are converted to float32 are left out
         (`generation/attention.py`)."""
         shape, batch = self.shape, max(sequences, LEAST_ROWS)
         width = padded_width(rows.prompt)

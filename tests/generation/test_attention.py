@@ -92,7 +92,7 @@ def test_by_openblas_it_is_as_exact_and_no_row_depends_on_another(
 
 @pytest.mark.parametrize(
     ("heads", "tokens", "converted"),
-    [(4, 2048, True), (4, 2049, False), (2, 2**17, True), (2, 2**17 + 1, False)],
+    [(4, 1024, True), (4, 1025, False), (2, 2**16, True), (2, 2**16 + 1, False)],
 )
 def test_bfloat16_keys_are_converted_up_to_a_number(
     heads: int, tokens: int, converted: bool, monkeypatch: pytest.MonkeyPatch
