@@ -19,6 +19,7 @@ from hydraflow.engine.config import OptimConfig
 from hydraflow.options import walk, why_idle
 
 DERIVED = "derived"
+KEEP_GROUPS = "trainer.keep_groups"
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class MicroPlan:
     max_tokens: int | None
     unit: int = 1
     """Neighbouring rows that must stay together, such as the two of a pair; divides `rows`."""
+    whole_groups: bool = False
+    """Whether the rows of a group stay together where memory and the other ranks allow."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,8 @@ class MicroRequest:
     """Micro-batches come in groups of this size: the stages of an interleaved pipeline."""
     group_key: str = ""
     """Key that makes the pipeline an interleaved one."""
+    unit: int = 1
+    """Rows that stay together: the n responses to a prompt with `trainer.keep_groups`."""
 
     @property
     def budget(self) -> int:
@@ -128,32 +133,51 @@ class MicroRequest:
 
         >>> request = MicroRequest("update", None, "rows", False, 100, "tokens")
         >>> request.plan(rows_per_rank=12, row_tokens=20, exact=True)   # 5 rows fit, 4 divide 12
-        MicroPlan(rows=4, max_tokens=None, unit=1)
+        MicroPlan(rows=4, max_tokens=None, unit=1, whole_groups=False)
         """
+        whole = self.unit > 1
         if self.dynamic:
-            return MicroPlan(rows=None, max_tokens=self.budget)
+            return MicroPlan(rows=None, max_tokens=self.budget, whole_groups=whole)
         if self.rows is not None:
-            return MicroPlan(rows=self.rows, max_tokens=None)
-        fitting = max(1, min(self.budget // row_tokens, rows_per_rank))
+            return MicroPlan(rows=self.rows, max_tokens=None, whole_groups=whole)
+        fitting = min(self.budget // row_tokens, rows_per_rank) // self.unit * self.unit
         if exact:
-            fitting = max((d for d in self.legal_rows(rows_per_rank) if d <= fitting), default=1)
-        return MicroPlan(rows=fitting, max_tokens=None)
+            fitting = max((d for d in self.legal_rows(rows_per_rank) if d <= fitting), default=self.unit)
+        return MicroPlan(rows=max(self.unit, fitting), max_tokens=None, whole_groups=whole)
 
     def legal_rows(self, rows_per_rank: int) -> list[int]:
-        """Micro-batch sizes into which the rows of a data rank can be cut, in whole groups."""
-        return divisors(rows_per_rank // self.group) if rows_per_rank % self.group == 0 else []
+        """Micro-batch sizes into which the rows of a data rank can be cut, for a pipeline's groups of
+        micro-batches; of whole units."""
+        if rows_per_rank % (self.group * self.unit):
+            return []
+        return [units * self.unit for units in divisors(rows_per_rank // self.group // self.unit)]
 
     def token_budget_violations(self, longest_row: int, formula: str) -> Iterator[Violation]:
-        """A token budget must hold the longest row; it is used when rows are filled by tokens or their number
-        is not given."""
-        if (not self.dynamic and self.rows is not None) or self.budget >= longest_row:
+        """A token budget must hold the longest row, or a unit of them; it is used when rows are filled by
+        tokens or their number is not given."""
+        longest, what = longest_row * self.unit, "the longest row"
+        if (not self.dynamic and self.rows is not None) or self.budget >= longest:
             return
+        fixes: list[Fix] = [{self.tokens_key: -(-longest // self.sharers)}, {self.tokens_key: longest}]
+        if self.unit > 1:
+            what, formula = f"the {self.unit} responses to a prompt", f"{self.unit}·({formula})"
+            fixes.append({KEEP_GROUPS: False})
         shared = f" x {self.sharers} devices that share a row" if self.sharers > 1 else ""
-        text = f"tokens per device{shared} must hold the longest row, {formula} = {longest_row} tokens"
-        key, least = self.tokens_key, -(-longest_row // self.sharers)
-        fixes: list[Fix] = [{key: least}, {key: longest_row}]
+        text, key = (
+            f"tokens per device{shared} must hold {what}, {formula} = {longest} tokens",
+            self.tokens_key,
+        )
         advice = "shorter prompts or responses"
         yield Violation(f"token budget:{key}", BUDGET, key, self.max_tokens, text, fixes, advice)
+
+    def unit_violations(self) -> Iterator[Violation]:
+        """A number of rows holds whole units."""
+        if self.dynamic or self.rows is None or self.rows % self.unit == 0:
+            return
+        text = f"must be a multiple of the {self.unit} responses to a prompt, to keep them together"
+        fixes: list[Fix] = [{self.rows_key: rows} for rows in multiples(self.rows, self.unit)]
+        fixes += [{self.rows_key: None}, {KEEP_GROUPS: False}]
+        yield Violation(f"unit:{self.rows_key}", MICRO, self.rows_key, self.rows, text, fixes)
 
     def divisor_violations(self, rows_per_rank: int, row_tokens: int, formula: str) -> Iterator[Violation]:
         """Training micro-batches of a fixed size must divide a data rank's rows, and fill whole groups.
@@ -179,7 +203,7 @@ class MicroRequest:
             yield {self.rows_key: None}
             if self.group > 1:
                 yield {self.group_key: None}
-                for rows in nearest(asked, divisors(rows_per_rank)):
+                for rows in nearest(asked, replace(self, group=1).legal_rows(rows_per_rank)):
                     yield {self.group_key: None, self.rows_key: rows}
 
         text = f"must divide the rows of a data rank in one optimizer step, {formula} = {rows_per_rank}"

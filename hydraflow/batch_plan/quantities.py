@@ -12,7 +12,15 @@ from typing import Any
 
 from hydraflow.batch_plan.handles import KEYS
 from hydraflow.batch_plan.layout import Layout
-from hydraflow.batch_plan.parts import DERIVED, MicroPlan, MicroRequest, Quantity, RolePlan, RoleRequest
+from hydraflow.batch_plan.parts import (
+    DERIVED,
+    KEEP_GROUPS,
+    MicroPlan,
+    MicroRequest,
+    Quantity,
+    RolePlan,
+    RoleRequest,
+)
 from hydraflow.batch_plan.plans import BatchPlan
 from hydraflow.batch_plan.request import CRITIC_MINI, GEN_BATCH, PER_ROUND, ROUNDS, Request
 from hydraflow.batch_plan.settings import DEFAULT, Settings
@@ -26,6 +34,9 @@ def quantities(request: Request, topology: Topology, plan: BatchPlan) -> Iterato
     yield from _machines(request, topology, plan)
     yield from _run(request)
     yield from _step(request)
+    if (unit := request.actor.micro.unit) > 1:
+        origin = request.settings.origin(KEEP_GROUPS)
+        yield Quantity("kept together", "trajectories", unit, "n responses to a prompt", origin)
     yield from _role(request, request.actor, plan.actor)
     if request.critic and plan.critic:
         yield from _role(request, request.critic, plan.critic)

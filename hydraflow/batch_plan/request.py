@@ -229,6 +229,7 @@ def _read_update(config: PPOConfig, role: str, layout: Layout | None) -> MicroRe
 def _read_actor(config: PPOConfig, numbers: StepNumbers, layouts: Mapping[str, Layout]) -> RoleRequest:
     actor, layout = config.actor_rollout_ref.actor, layouts.get("actor")
     micro = _read_update(config, "actor", layout)
+    unit = numbers.values["n"] if config.trainer.keep_groups else 1
     return RoleRequest(
         name="actor",
         mini=numbers.values["M"],
@@ -236,7 +237,7 @@ def _read_actor(config: PPOConfig, numbers: StepNumbers, layouts: Mapping[str, L
         ranks=layout.data_ranks if layout else None,
         epochs=actor.ppo_epochs,
         shuffle=actor.shuffle,
-        micro=replace(micro, rows=numbers.values.get("m", micro.rows), rows_key=numbers.key("m")),
+        micro=replace(micro, rows=numbers.values.get("m", micro.rows), rows_key=numbers.key("m"), unit=unit),
         optim=actor.optim,
         optim_key=f"{ACTOR}.optim",
         first_step=max(1, config.trainer.critic_warmup),
@@ -253,7 +254,7 @@ def _read_critic(config: PPOConfig, actor: RoleRequest, layouts: Mapping[str, La
         ranks=layout.data_ranks if layout else None,
         epochs=critic.ppo_epochs or actor.epochs,
         shuffle=actor.shuffle if critic.shuffle is None else critic.shuffle,
-        micro=_read_update(config, "critic", layout),
+        micro=replace(_read_update(config, "critic", layout), unit=actor.micro.unit),
         optim=critic.optim,
         optim_key="critic.optim",
     )
@@ -272,6 +273,7 @@ def _read_log_prob(config: PPOConfig, role: str, update: MicroRequest, layout: L
         dynamic=fills_by_tokens(config, role),
         max_tokens=tokens or update.max_tokens,
         tokens_key=update.tokens_key if tokens is None else f"{key}.log_prob_max_token_len_per_gpu",
+        unit=update.unit,
     )
     return _shared(micro, layout)
 

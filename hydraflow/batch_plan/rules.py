@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from hydraflow.batch_plan import targets
-from hydraflow.batch_plan.parts import RoleRequest, divisors
+from hydraflow.batch_plan.parts import KEEP_GROUPS, RoleRequest, divisors
 from hydraflow.batch_plan.repair import BATCH, BUDGET, MICRO, SCHEDULE, Fix, Violation
 from hydraflow.batch_plan.request import GEN_BATCH, PER_ROUND, ROUNDS, SAMPLES, TRAIN_BATCH, Request
 from hydraflow.batch_plan.topology import PER_NODE, ROLLOUT
@@ -118,10 +118,28 @@ def _micro_batches_fill_a_rank(request: Request) -> Iterator[Violation]:
 
 
 def _token_budgets_hold_a_row(request: Request) -> Iterator[Violation]:
-    """L·sp is at least the longest row."""
+    """L·sp is at least the longest row, or the longest group that is kept together."""
     formula = f"{request.longest_prompt} + {request.longest_response}"
     for micro in request.passes:
         yield from micro.token_budget_violations(request.longest_row, formula)
+
+
+def _groups_stay_whole(request: Request) -> Iterator[Violation]:
+    """With `trainer.keep_groups`: n divides the rows of a micro-batch, and dp divides M."""
+    if not request.settings.config.trainer.keep_groups:
+        return
+    for micro in request.passes:
+        yield from micro.unit_violations()
+    for role in request.roles:
+        if role.mini % (role.ranks or 1) == 0:
+            continue
+        given = request.numbers.handles.get(role.mini_key)
+        text = (
+            f"makes {role.mini} prompts per optimizer step, which" if given else "prompts per optimizer step"
+        )
+        text += f" {role.ranks} data ranks of the {role.name} cannot share equally and keep them whole"
+        fixes: list[Fix] = [*targets.fixes(request), {KEEP_GROUPS: False}]
+        yield Violation(f"dp | M:{role.name}", BATCH, role.mini_key, given or role.mini, text, fixes)
 
 
 def engine_violations(
@@ -211,6 +229,7 @@ RULES: list[Callable[[Request], Iterator[Violation]]] = [
     _groups_can_differ,
     _micro_batches_fill_a_rank,
     _token_budgets_hold_a_row,
+    _groups_stay_whole,
     _engine_holds_a_row,
     _filter_can_fill_a_step,
     _rounds_fill_the_step,

@@ -21,9 +21,9 @@ def fixes(request: Request) -> Iterator[Fix]:
     ranks, rows = {}, {}
     for role in request.roles:
         if role.ranks:
-            ranks[role.name] = role.ranks
+            ranks[role.name] = role.ranks * role.micro.unit
             filled = 1 if role.micro.dynamic else role.micro.rows or 1
-            rows[role.name] = role.ranks * role.micro.group * filled
+            rows[role.name] = role.ranks * role.micro.group * math.lcm(filled, role.micro.unit)
     for shares in (ranks, rows):
         for step in _near(request, shares):
             if all(step[:3]):

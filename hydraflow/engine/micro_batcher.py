@@ -10,6 +10,7 @@ its ranks after such an error lets it propagate. Left out on purpose: increasing
 
 from __future__ import annotations
 
+import heapq
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,8 @@ from hydraflow.protocol.batch import DataProto
 logger = logging.getLogger(__name__)
 Reduce = Callable[[torch.Tensor, str], torch.Tensor]
 """`TrainEngine.reduce`."""
+ReduceMax = Callable[[torch.Tensor], torch.Tensor]
+"""The largest value over data ranks."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,9 @@ class MicroBatcher:
         """Micro-batches of the current size, the same number on every data rank, with dead rows dropped where
         possible."""
         size = self._fitting(rows)
-        if size.rows is not None:
+        if size.whole_groups:
+            found = split_groups(rows, size, lambda own: reduce(own, "max"))
+        elif size.rows is not None:
             found = split_rows(rows, size.rows)
         else:
             assert size.max_tokens is not None, "a micro-batch plan counts rows or tokens"
@@ -115,7 +120,7 @@ class MicroBatcher:
         fewer = max(-(-too_many // 2), longest)
         if fewer < too_many:
             return replace(self.plan, max_tokens=fewer)
-        return MicroPlan(rows=unit, max_tokens=None, unit=unit)
+        return replace(self.plan, rows=unit, max_tokens=None)
 
 
 class InMicroBatches:
@@ -181,22 +186,64 @@ def unit_tokens(data: DataProto, unit: int) -> torch.Tensor:
     return row_tokens(data).view(-1, unit).sum(1)
 
 
-def split_tokens(
-    data: DataProto, max_tokens: int, reduce_max: Callable[[torch.Tensor], torch.Tensor], *, unit: int = 1
-) -> MicroBatches:
+def split_tokens(data: DataProto, max_tokens: int, reduce_max: ReduceMax, *, unit: int = 1) -> MicroBatches:
     """Micro-batches of at most `max_tokens` tokens each, prompts and responses together; each `unit`
     neighbouring rows stay together.
 
-    `reduce_max` gives the largest value over data ranks: all ranks make as many parts as the rank that needs
-    most, because every forward pass is a collective. Raises ValueError for a row that exceeds the budget."""
-    lengths = unit_tokens(data, unit).numpy()
-    needed = len(token_bins(lengths, max_tokens))
-    agreed = int(reduce_max(torch.tensor([float(needed)])))
-    bins = token_bins(lengths, max_tokens, min_bins=agreed)
+    All ranks make as many parts as the rank that needs most, because every forward pass is a collective.
+    Raises ValueError for a row that exceeds the budget."""
+    units = list(np.arange(len(data)).reshape(-1, unit))
+    tokens = unit_tokens(data, unit).numpy()
+    agreed = _agreed(len(token_bins(tokens, max_tokens)), reduce_max)
+    return _in_bins(data, units, token_bins(tokens, max_tokens, min_bins=agreed), agreed)
+
+
+def split_groups(data: DataProto, size: MicroPlan, reduce_max: ReduceMax) -> MicroBatches:
+    """Micro-batches of neighbouring rows with the same `group`, at most `size.rows` rows or `size.max_tokens`
+    tokens each. A group is divided only if it alone exceeds that, or if another rank makes more micro-batches
+    than this one has groups."""
+    costs = row_tokens(data).numpy() if size.rows is None else np.ones(len(data), dtype=np.int64)
+    limit = size.max_tokens if size.rows is None else size.rows
+    assert limit is not None, "a micro-batch plan counts rows or tokens"
+    groups = np.split(np.arange(len(data)), np.flatnonzero(np.diff(data.get("group").numpy())) + 1)
+    units = _divided(groups, costs, lambda parts, largest: largest > limit)
+    agreed = _agreed(len(token_bins([costs[unit].sum() for unit in units], limit)), reduce_max)
+    units = _divided(units, costs, lambda parts, largest: parts < agreed)
+    bins = token_bins([costs[unit].sum() for unit in units], limit, min_bins=agreed)
+    return _in_bins(data, units, bins, agreed)
+
+
+def _agreed(needed: int, reduce_max: ReduceMax) -> int:
+    """The largest number of micro-batches that a rank needs."""
+    return int(reduce_max(torch.tensor([float(needed)])))
+
+
+def _divided(
+    units: Sequence[np.ndarray], costs: np.ndarray, unfinished: Callable[[int, int], bool]
+) -> list[np.ndarray]:
+    """The units, in order, the costliest halved while `unfinished(number of units, largest cost)` and it has
+    several rows."""
+    heap = [(-int(costs[unit].sum()), int(unit[0]), unit) for unit in units]
+    heapq.heapify(heap)
+    single: list[np.ndarray] = []
+    while heap and unfinished(len(heap) + len(single), -heap[0][0]):
+        unit = heapq.heappop(heap)[2]
+        if len(unit) == 1:
+            single.append(unit)
+            continue
+        for part in np.array_split(unit, 2):
+            heapq.heappush(heap, (-int(costs[part].sum()), int(part[0]), part))
+    return sorted([*single, *(unit for _, _, unit in heap)], key=lambda unit: int(unit[0]))
+
+
+def _in_bins(
+    data: DataProto, units: Sequence[np.ndarray], bins: Sequence[Sequence[int]], agreed: int
+) -> MicroBatches:
+    """A micro-batch of each bin's units of neighbouring rows."""
     assert len(bins) == agreed, (
         f"{len(data)} rows cannot be split into {agreed} micro-batches: ranks hold different numbers of rows"
     )
     if agreed == 1:
         return MicroBatches([data], np.arange(len(data)))
-    rows = [(np.sort(chosen)[:, None] * unit + np.arange(unit)).reshape(-1) for chosen in bins]
+    rows = [np.concatenate([units[number] for number in chosen]) for chosen in bins]
     return MicroBatches([data.select_idxs(chosen) for chosen in rows], np.concatenate(rows))

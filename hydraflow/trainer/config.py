@@ -163,6 +163,10 @@ class TrainerConfig(LoopConfig):
     count from 1, as in verl, so 10 means 9 critic-only steps."""
     balance_batch: bool = free(True)
     """Balance the total sequence length across data ranks (within each mini-batch)."""
+    keep_groups: bool = free(False)
+    """Keep the responses to a prompt on one data rank and in one micro-batch, in every pass, so that packed
+    rows always compute their prompt once. Worth it where prompts are long and micro-batches are filled by
+    tokens; balances ranks less closely."""
     val_before_train: bool = free(True)
     """Validate before the first step."""
     val_only: bool = free(False)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from hydraflow.batch_plan.parts import RolePlan
-from hydraflow.protocol.balance import equal_size_partitions
+from hydraflow.protocol.balance import equal_size_partitions, token_bins
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.workers.training import ROWS_PER_RANK
@@ -58,7 +58,8 @@ def cut_mini_batches(
     shuffle_key: tuple[int, ...] | None,
     prompt_lengths: np.ndarray | None = None,
 ) -> MiniBatches:
-    """Mini-batches of `plan.mini_batch_prompts` whole groups; the last may have fewer.
+    """Mini-batches of `plan.mini_batch_prompts` whole groups; the last may have fewer. With
+    `plan.micro.whole_groups` no group is divided among ranks, whatever that adds in dead rows.
 
     `lengths` (S,) tokens of each row, `groups` (S,) its group, any integers in any order. `shuffle_key` seeds
     the shuffle of the groups; None keeps the order in which they first appear. `prompt_lengths` (S,) how many
@@ -74,9 +75,12 @@ def cut_mini_batches(
     per_rank: list[list[np.ndarray]] = [[] for _ in range(ranks)]
     for rows in _whole_groups(groups, plan.mini_batch_prompts, shuffle_key):
         filled = np.concatenate([rows, np.full(-len(rows) % ranks, -1)])
-        split = (
-            _balanced(filled, lengths, groups, prompt_lengths, ranks) if balance else np.split(filled, ranks)
-        )
+        if plan.micro.whole_groups:
+            split = _undivided(rows, lengths if balance else None, groups, ranks)
+        elif balance:
+            split = _balanced(filled, lengths, groups, prompt_lengths, ranks)
+        else:
+            split = np.split(filled, ranks)
         for rank, part in enumerate(split):
             per_rank[rank].append(part)
     order = np.concatenate([part for parts in per_rank for part in parts])
@@ -112,6 +116,25 @@ def _balanced(
     divided = _level(filled, 1, lengths, ranks)
     tokens = partial(_computed_tokens, lengths=lengths, groups=groups, prompt_lengths=prompt_lengths)
     return min(whole, divided, key=lambda parts: max(map(tokens, parts)))
+
+
+def _undivided(
+    rows: np.ndarray, lengths: np.ndarray | None, groups: np.ndarray, ranks: int
+) -> list[np.ndarray]:
+    """Whole groups for each rank, filled up with no rows (-1). With `lengths` of nearly equal total lengths,
+    and as many each where groups have equal sizes and `ranks` divides their number; else in order."""
+    whole = np.split(rows, np.flatnonzero(np.diff(groups[rows])) + 1)
+    if lengths is None:
+        parts = [part.tolist() for part in np.array_split(np.arange(len(whole)), ranks)]
+    elif len(set(map(len, whole))) == 1 and len(whole) % ranks == 0:
+        return _level(rows, len(whole[0]), lengths, ranks)
+    else:
+        tokens = [int(lengths[group].sum()) for group in whole]
+        parts = token_bins(tokens, sum(tokens), min_bins=ranks)
+        parts += [[]] * (ranks - len(parts))
+    shares = [np.concatenate([rows[:0], *(whole[number] for number in part)]) for part in parts]
+    most = max(map(len, shares))
+    return [np.concatenate([share, np.full(most - len(share), -1)]) for share in shares]
 
 
 def _level(filled: np.ndarray, each: int, lengths: np.ndarray, ranks: int) -> list[np.ndarray]:

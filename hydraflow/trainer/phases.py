@@ -89,6 +89,7 @@ def step_phases(config: PPOConfig) -> tuple[StepPhase, ...]:
 def _all_phases(config: PPOConfig) -> tuple[StepPhase, ...]:
     in_reward, in_loss, measured = _more_columns(config)
     sampled, values = sampled_too(config), ("values",) if needs_critic(config) else ()
+    inputs = MODEL_INPUTS + (("group",) if config.trainer.keep_groups else ())
     # with LoRA the reference is the actor with its adapters disabled
     reference = "ReferenceWorker" if own_reference(config) else "ActorWorker"
     return (
@@ -110,23 +111,23 @@ def _all_phases(config: PPOConfig) -> tuple[StepPhase, ...]:
         StepPhase(
             "log-probs",
             "ActorWorker, engine/",
-            (*MODEL_INPUTS, *sampled),
+            (*inputs, *sampled),
             ("old_log_probs", *measured),
         ),
-        StepPhase("reference", f"{reference}, engine/", MODEL_INPUTS, ("ref_log_prob",)),
-        StepPhase("teachers", "TeacherWorker, engine/", MODEL_INPUTS, teacher_columns(config)),
-        StepPhase("values", "CriticWorker, engine/", MODEL_INPUTS, ("values",)),
+        StepPhase("reference", f"{reference}, engine/", inputs, ("ref_log_prob",)),
+        StepPhase("teachers", "TeacherWorker, engine/", inputs, teacher_columns(config)),
+        StepPhase("values", "CriticWorker, engine/", inputs, ("values",)),
         StepPhase(
             "advantages",
             "AdvantageWorker, algorithms/",
             ("prompts", "response_mask", "group", "sample", "finish_reason", *values, *in_reward),
             ("token_level_rewards", "advantages", "returns"),
         ),
-        StepPhase("critic", "CriticWorker, engine/", (*MODEL_INPUTS, "values", "returns", *LENGTHS)),
+        StepPhase("critic", "CriticWorker, engine/", (*inputs, "values", "returns", *LENGTHS)),
         StepPhase(
             "actor",
             "ActorWorker, engine/",
-            (*MODEL_INPUTS, "old_log_probs", "advantages", *in_loss, *LENGTHS),
+            tuple(dict.fromkeys((*inputs, "old_log_probs", "advantages", *in_loss, *LENGTHS))),
         ),
         StepPhase("sync", "RolloutWorker, generation/", ()),
     )

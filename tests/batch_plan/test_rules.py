@@ -4,6 +4,7 @@ import pytest
 from batch_plan.plans import ACTOR, ROLLOUT, broken, configured, resolve, small
 
 from hydraflow.batch_plan.generate import resolve_generate_plan
+from hydraflow.batch_plan.parts import MicroPlan
 from hydraflow.errors import ConfigError
 from hydraflow.schema import GenerateConfig, PPOConfig
 
@@ -68,6 +69,30 @@ from hydraflow.schema import GenerateConfig, PPOConfig
             {},
             "algorithm.filter_groups.max_num_gen_batches",
             "max_num_gen_batches=4",
+        ),
+        (
+            dict(trainer__keep_groups=True, actor__ppo_micro_batch_size_per_gpu=4),
+            {},
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+            "_per_gpu=8 or ",
+        ),
+        (
+            dict(trainer__keep_groups=True, actor__ppo_max_token_len_per_gpu=191),
+            {},
+            f"{ACTOR}.ppo_max_token_len_per_gpu",
+            "_per_gpu=192 or trainer.keep_groups=false",
+        ),
+        (
+            dict(trainer__keep_groups=True, rollout__log_prob_micro_batch_size_per_gpu=12),
+            {},
+            f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
+            "_per_gpu=8 or ",
+        ),
+        (
+            dict(trainer__keep_groups=True),
+            {"devices": 64},
+            f"{ACTOR}.ppo_mini_batch_size",
+            f"{ACTOR}.ppo_mini_batch_size=64 or trainer.keep_groups=false",
         ),
         (dict(async_training__require_batches=3), {}, "async_training.require_batches", "require_batches=2"),
     ],
@@ -199,3 +224,19 @@ def test_values_that_the_checks_refuse_are_no_crash():
     )
     config.actor_rollout_ref.actor.optim.lr_warmup_steps_ratio = float("nan")
     assert resolve(config).asynchronous.stale_trajectories == 0
+
+
+def test_micro_batches_of_whole_groups() -> None:
+    """24 tokens a row: 100 rows fit 2,400 tokens, 12 groups of 8 do, and 8 of them divide 16 evenly."""
+    budget = dict(actor__ppo_max_token_len_per_gpu=2400)
+    plan = resolve(small(trainer__keep_groups=True, **budget))
+    assert plan.actor.micro == MicroPlan(rows=64, max_tokens=None, whole_groups=True)
+    assert plan.old_log_prob == MicroPlan(rows=96, max_tokens=None, whole_groups=True)
+    [kept] = [one for one in plan.quantities if one.name == "kept together"]
+    assert kept.value == 8
+    dynamic = resolve(small(trainer__keep_groups=True, actor__use_dynamic_bsz=True, **budget))
+    assert dynamic.actor.micro == MicroPlan(rows=None, max_tokens=2400, whole_groups=True)
+    alone = resolve(
+        small(trainer__keep_groups=True, rollout__n=1, algorithm__adv_estimator="remax", **budget)
+    )
+    assert not alone.actor.micro.whole_groups, "a group of one is a row"

@@ -52,8 +52,9 @@ def test_ppo_with_a_critic(tmp_path: Path, recipe_cache: Path) -> None:
         "algorithm.adv_estimator=gae",
         f"{ACTOR}.ppo_epochs=2",
         f"{ACTOR}.use_dynamic_bsz=true",
-        f"{ACTOR}.ppo_max_token_len_per_gpu=64",
+        f"{ACTOR}.ppo_max_token_len_per_gpu=96",
         f"{ACTOR}.shuffle=true",
+        "trainer.keep_groups=true",
         "trainer.critic_warmup=2",
         "critic.optim.lr=1e-3",
     )

@@ -11,7 +11,7 @@ from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.trainer.mini_batches import MiniBatches, cut_mini_batches
 
 
-def plan_of(ranks: int, prompts: int, samples: int = 1) -> RolePlan:
+def plan_of(ranks: int, prompts: int, samples: int = 1, *, whole: bool = False) -> RolePlan:
     """Mini-batches of `prompts` prompts with `samples` rows each."""
     return RolePlan(
         data_ranks=ranks,
@@ -20,7 +20,7 @@ def plan_of(ranks: int, prompts: int, samples: int = 1) -> RolePlan:
         rows_per_rank=prompts * samples // ranks,
         epochs=1,
         shuffle=False,
-        micro=MicroPlan(rows=1, max_tokens=None),
+        micro=MicroPlan(rows=1, max_tokens=None, whole_groups=whole),
         optimizer_steps_per_step=1,
     )
 
@@ -125,3 +125,35 @@ def test_the_shortest_row_fills_up() -> None:
     cut = cut_mini_batches(np.array([4, 2, 3]), np.zeros(3), plan_of(2, 1), balance=True, shuffle_key=None)
     assert sorted(cut.order.tolist()) == [0, 1, 1, 2]
     assert cut.order[~cut.live].tolist() == [1]
+
+
+@pytest.mark.parametrize("balance", [False, True])
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    prompts=st.integers(1, 5),
+    seed=st.integers(0, 1000),
+)
+def test_groups_that_are_kept_have_one_rank(balance: bool, sizes: list[int], prompts: int, seed: int) -> None:
+    """Groups of any size, in any order: the same mini-batches as with divided groups, a group's live rows
+    next to each other on one rank."""
+    draw = np.random.default_rng(seed)
+    groups = draw.permutation(np.repeat(draw.permutation(100)[: len(sizes)], sizes))
+    lengths = draw.integers(1, 100, size=len(groups))
+    one = cut_mini_batches(lengths, groups, plan_of(1, prompts), balance=balance, shuffle_key=None)
+    for ranks in (1, 2, 3, 4):
+        plan = plan_of(ranks, prompts, whole=True)
+        cut = cut_mini_batches(lengths, groups, plan, balance=balance, shuffle_key=None)
+        assert mini_batches(cut, ranks) == mini_batches(one, 1)
+        assert len(cut.order) == len(cut.live) == ranks * sum(cut.rows_per_rank)
+        owners = groups[cut.order[cut.live]]
+        assert 1 + int((np.diff(owners) != 0).sum()) == len(sizes), "a group is in two places"
+
+
+def test_as_many_groups_for_each_rank_where_they_are_equal() -> None:
+    """Groups of 20, 2, 2 and 2 tokens on two ranks: two each, though one against three would be closer."""
+    lengths, groups = np.array([10, 10, 1, 1, 1, 1, 1, 1]), equal_groups(8, 2)
+    plan = plan_of(2, 4, 2, whole=True)
+    cut = cut_mini_batches(lengths, groups, plan, balance=True, shuffle_key=None)
+    assert cut.live.all() and cut.rows_per_rank == [4]
+    in_order = cut_mini_batches(lengths, groups, plan, balance=False, shuffle_key=None)
+    assert in_order.order.tolist() == list(range(8))

@@ -19,7 +19,13 @@ from hydraflow.protocol.batch import DataProto
 from hydraflow.trainer.mini_batches import cut_mini_batches, dispatched
 from hydraflow.workers.training import Learner, UpdateLoss, _dead_rows_untrained
 
-MICRO = {"one row": rows(1), "three rows": rows(3), "24 tokens": tokens(24)}
+WHOLE = {
+    "groups of three rows": MicroPlan(rows=3, max_tokens=None, whole_groups=True),
+    "groups of 24 tokens": MicroPlan(rows=None, max_tokens=24, whole_groups=True),
+    "groups of 200 tokens": MicroPlan(rows=None, max_tokens=200, whole_groups=True),
+}
+"""Of groups of five and nine rows: all are divided, those of about 100 tokens are, none is."""
+MICRO = {"one row": rows(1), "three rows": rows(3), "24 tokens": tokens(24), **WHOLE}
 
 
 def plan_of(data_ranks: int, prompts: int, micro: MicroPlan) -> RolePlan:
@@ -43,6 +49,7 @@ def gradients(
     from what a controller would send to this rank."""
     worker = make_worker(path, TrainingStep(head, rows(1)))
     engine, found = worker.engine, {}
+    batch = batch.union(DataProto.from_dict({"group": torch.tensor(groups)}))
     lengths = ragged.lengths(batch.get("prompts")) + ragged.lengths(batch.get("responses"))
     for name, micro in MICRO.items():
         plan = plan_of(dist.get_world_size(), prompts, micro)
@@ -70,7 +77,8 @@ def rows_read(live: list[bool], micro: MicroPlan) -> int:
     tokens_of = [torch.tensor([3, 4]) for _ in live]
     names = ("prompts", "responses", "response_mask")
     batch = DataProto.from_dict(
-        {name: ragged.from_rows(tokens_of) for name in names} | {"live": torch.tensor(live)}
+        {name: ragged.from_rows(tokens_of) for name in names}
+        | {"live": torch.tensor(live), "group": torch.zeros(len(live), dtype=torch.int64)}
     )
     cut = MicroBatcher(micro, "test").cut(_dead_rows_untrained(batch), lambda own, how: own)
     return sum(map(len, cut.parts))

@@ -4,6 +4,7 @@ remembered."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from workers.gradient_jobs import Training, rows, tokens
 
 from hydraflow.batch_plan.parts import MicroPlan
 from hydraflow.engine.base import OomReport
-from hydraflow.engine.micro_batcher import MicroBatcher, split_rows, split_tokens
+from hydraflow.engine.micro_batcher import MicroBatcher, split_groups, split_rows, split_tokens
 from hydraflow.errors import DoesNotFit
+from hydraflow.models.packing import row_tokens
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 
@@ -185,6 +187,37 @@ def test_pairs_stay_together_within_the_budget() -> None:
     assert not (alone[:, 1] == alone[:, 0] + 1).all()
     with pytest.raises(ValueError, match="23"):
         split_tokens(data, 22, lambda own: own, unit=2)
+
+
+@pytest.mark.parametrize("fewest", [1, 3, 5])
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_groups_stay_together_if_there_are_enough_of_them(by_rows: bool, fewest: int) -> None:
+    """Groups of 2, 3, 1 and 2 rows. Another rank's fifth micro-batch divides one of the largest."""
+    data = lengths(20, 3, 8, 9, 2, 2, 10, 10).union(
+        DataProto.from_dict({"group": torch.tensor([4, 4, 1, 1, 1, 7, 2, 2])})
+    )
+    size = MicroPlan(rows=3, max_tokens=None) if by_rows else MicroPlan(rows=None, max_tokens=25)
+    found = split_groups(
+        data,
+        replace(size, whole_groups=True),
+        lambda own: torch.maximum(own, torch.tensor([float(fewest)])),
+    )
+    owners = [sorted(set(part.get("group").tolist())) for part in found.parts]
+    assert len(owners) == max(fewest, 3)
+    assert sum(map(len, owners)) == (4 if fewest < 5 else 5)
+    costs = [len(part) if by_rows else int(row_tokens(part).sum()) for part in found.parts]
+    assert max(costs) <= (3 if by_rows else 25)
+    restored = found.restore(DataProto.concat(found.parts))
+    assert restored.get("group").tolist() == data.get("group").tolist()
+
+
+def test_a_group_over_the_budget_is_divided() -> None:
+    """Six rows of 10 tokens with a budget of 25, as after an out-of-memory error: two and one, twice."""
+    data = lengths(*[9] * 6).union(DataProto.from_dict({"group": torch.zeros(6, dtype=torch.int64)}))
+    tight = MicroPlan(rows=None, max_tokens=25, whole_groups=True)
+    found = split_groups(data, tight, lambda own: own)
+    assert sorted(map(len, found.parts)) == [2, 2, 2] and sorted(found.order.tolist()) == list(range(6))
+    assert after(tight, data, (2, 24)) == [MicroPlan(rows=None, max_tokens=12, whole_groups=True)]
 
 
 def test_a_row_over_the_budget_is_named() -> None:
