@@ -198,7 +198,8 @@ def _computes_like_the_engine(config: PPOConfig) -> bool:
     device."""
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     trainer = engine_config(actor.strategy, actor)
-    dtypes = {engine_dtype(rollout.dtype, trainer.compute_dtype), trainer.compute_dtype, trainer.model_dtype}
+    dtypes = {engine_dtype(rollout.dtype, trainer.compute_dtype), trainer.compute_dtype}
+    dtypes |= {trainer.product_dtype, trainer.model_dtype}
     replays = config.trainer.debug.load_rollouts is not None
     engine = GENERATION_ENGINES.get(rollout.name)
     same = engine is not None and engine.computes_as_trainer

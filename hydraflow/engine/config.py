@@ -37,6 +37,8 @@ TRAIN_ENGINES = {
 SUPERVISED = "fsdp2"
 """The engine of supervised models and reward models, whose configurations have its section only."""
 DTYPES = ("fp32", "bf16", "fp16", "fp64")
+BF32 = "bf32"
+"""Float32 whose matrix products are bfloat16's; oneDNN's name for it."""
 WINDOW_BYTES = 8 * 2**20
 """Memory in which a rank passes tensors to the others of its machine on CPUs: two halves, each with a place
 for every other rank."""
@@ -136,9 +138,10 @@ class FSDPConfig:
 
     model_dtype: str = option("fp32", choices=DTYPES)
     """Dtype of the stored weights and optimizer state (fp64 is for exact comparisons)."""
-    dtype: str = option("auto", choices=("auto", *DTYPES), verl=("mixed_precision.param_dtype",))
+    dtype: str = option("auto", choices=("auto", *DTYPES, BF32), verl=("mixed_precision.param_dtype",))
     """Dtype of the forward and backward pass; auto: bf16 if the device supports it, else fp32; fp64 for fp64
-    weights. fp16 is for frozen models, because losses are not scaled."""
+    weights. bf32: fp32, with the products of the layers' matrices in bf16; nearer to fp32 than bf16 is, and
+    slower. fp16 is for frozen models, because losses are not scaled."""
     reduce_dtype: str = option("fp32", choices=DTYPES, verl=("mixed_precision.reduce_dtype",))
     """Dtype of the gradient reduction across ranks."""
     reshard_after_forward: bool = free(True)
@@ -174,12 +177,21 @@ class FSDPConfig:
 
     @property
     def compute_dtype(self) -> str:
-        """`dtype`, where auto with weights in fp64 is fp64.
+        """`dtype`, where auto with weights in fp64 is fp64, and bf32 fp32.
 
         >>> FSDPConfig().compute_dtype, FSDPConfig(model_dtype="fp64").compute_dtype
         ('auto', 'fp64')
+        >>> FSDPConfig(dtype="bf32").compute_dtype, FSDPConfig(dtype="bf32").product_dtype
+        ('fp32', 'bf16')
         """
+        if self.dtype == BF32:
+            return "fp32"
         return "fp64" if self.dtype == "auto" and self.model_dtype == "fp64" else self.dtype
+
+    @property
+    def product_dtype(self) -> str:
+        """Dtype of the products of the layers' matrices: `compute_dtype`, but for bf32."""
+        return "bf16" if self.dtype == BF32 else self.compute_dtype
 
 
 LAYERS_OF_STAGES = (
@@ -340,6 +352,11 @@ class MegatronConfig:
 
     @property
     def compute_dtype(self) -> str:
+        """`dtype`, under the name shared by all engines."""
+        return self.dtype
+
+    @property
+    def product_dtype(self) -> str:
         """`dtype`, under the name shared by all engines."""
         return self.dtype
 

@@ -179,7 +179,12 @@ def rollout_is_exact(config: PPOConfig, bytes_of: Callable[[str], int]) -> bool:
     policy = config.actor_rollout_ref
     trainer = engine_config(policy.actor.strategy, policy.actor)
     computed = trainer.compute_dtype
-    names = (engine_dtype(policy.rollout.dtype, computed), computed, trainer.model_dtype)
+    names = (
+        engine_dtype(policy.rollout.dtype, computed),
+        computed,
+        trainer.product_dtype,
+        trainer.model_dtype,
+    )
     sizes = {bytes_of(name) for name in names}
     same = GENERATION_ENGINES[policy.rollout.name].computes_as_trainer
     return same and len(sizes) == 1 and sizes <= {4, 8}

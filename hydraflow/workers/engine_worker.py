@@ -64,7 +64,7 @@ class EngineWorker(Worker):
         self.utilization = Utilization(
             ModelWork.of(model, head, field),
             device,
-            resolve_dtype(settings.compute_dtype, device.type),
+            resolve_dtype(settings.product_dtype, device.type),
             process.world_size // self.engine.coordinates().data_size,
         )
 

@@ -73,7 +73,7 @@ def _pairs(tokens: Tensor, window: int | None) -> float:
 
 
 class Utilization:
-    """MFU of one process. `dtype` is the compute dtype; `devices` share the work on a row. Nothing is
+    """MFU of one process. `dtype` is that of the products; `devices` share the work on a row. Nothing is
     reported if `work` or the device's peak is not known."""
 
     def __init__(self, work: ModelWork | None, device: torch.device, dtype: torch.dtype, devices: int):

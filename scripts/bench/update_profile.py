@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Profiles an update: fractions of time in matrix products, attention, the head and the rest.
 
-    python scripts/bench/update_profile.py [--model 0.85M|31.7M] [--dtype fp32|bf16] [--rows 128]
+    python scripts/bench/update_profile.py [--model 0.85M|31.7M] [--dtype fp32|bf32|bf16] [--rows 128]
                                            [--tokens 32] [--operators 20]
 
 One rank with one thread, which keeps freed memory as a worker does: a forward and a backward pass and an
@@ -105,7 +105,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=[*MODELS], default="31.7M")
-    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--dtype", choices=["fp32", "bf32", "bf16"], default="fp32")
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--operators", type=int, default=0)

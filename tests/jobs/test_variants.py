@@ -128,6 +128,7 @@ def test_an_adaptive_kl_controller_moves(tmp_path: Path, recipe_cache: Path) -> 
         f"{ACTOR}.use_dynamic_bsz=true",
         f"{ACTOR}.ppo_max_token_len_per_gpu=64",
         f"{ACTOR}.shuffle=true",
+        f"{ACTOR}.fsdp_config.dtype=bf32",
         f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
     )
     # KL is below its target, so the coefficient falls by a fifth of trajectories / horizon = 32 / 100.
