@@ -131,6 +131,8 @@ class StepConstraints:
     """Q, n, M: the preferred values if nothing rules them out."""
     static: bool
     """Whether micro-batches have a fixed number of rows."""
+    keeps_groups: bool
+    """Whether ranks and micro-batches get whole groups of n rows."""
 
     def follow(self, known: Mapping[str, int]) -> Derivation:
         """Everything that follows from `known`."""
@@ -180,10 +182,11 @@ class StepConstraints:
         return [f"an optimizer step has a multiple of {least} prompts, and none divides {step}"]
 
     def _rows(self, values: Mapping[str, int]) -> int:
-        """What the actor's ranks and micro-batches divide G into."""
+        """What the actor's ranks and micro-batches divide G into; needs n where groups are kept."""
+        least = values["n"] if self.keeps_groups else 1
         if not self.static:
-            return self.ranks
-        return self.ranks * values.get("m", 1) * math.lcm(values.get("a", 1), self.group)
+            return self.ranks * least
+        return self.ranks * values.get("m", least) * math.lcm(values.get("a", 1), self.group)
 
     def unit(self, values: Mapping[str, int]) -> int:
         """Prompts of the smallest mini-batch that all data ranks can share, with n of `values`; all others
@@ -224,10 +227,16 @@ def _nearest(value: int, unit: int) -> list[int]:
 
 
 def settle(
-    settings: Settings[PPOConfig], *, ranks: int, group: int, shares: Sequence[int], whole: int
+    settings: Settings[PPOConfig],
+    *,
+    ranks: int,
+    group: int,
+    shares: Sequence[int],
+    whole: int,
+    keeps_groups: bool,
 ) -> tuple[StepNumbers, list[Violation]]:
-    """The numbers in force, and contradictions. `ranks`, `group`: see `StepConstraints`; `shares`, `whole`:
-    what a critic requires of G and Q."""
+    """The numbers in force, and contradictions. `ranks`, `group`, `keeps_groups`: see `StepConstraints`;
+    `shares`, `whole`: what a critic requires of G and Q."""
     config: PPOConfig = settings.config
     batch, actor = config.batch, config.actor_rollout_ref.actor
     found = {
@@ -249,6 +258,7 @@ def settle(
         whole=whole,
         preferred=given,
         static=not actor.use_dynamic_bsz,
+        keeps_groups=keeps_groups,
     )
     if step.static or "a" not in given:
         return _NumberResolver(settings, given, step).result()
@@ -382,7 +392,8 @@ class _NumberResolver:
         if name == "K" and "Q" in follows:
             return [t * self.step.epochs for t in divisors(follows["Q"])]
         if name == "a" and {"Q", "n"} <= set(follows):
-            return divisors(max(1, follows["Q"] * follows["n"] // (ranks * follows.get("m", 1))))
+            least = follows["n"] if self.step.keeps_groups else 1
+            return divisors(max(1, follows["Q"] * follows["n"] // (ranks * follows.get("m", least))))
         unit = follows.get("n", 1) * (ranks if name == "G" else 1) if name in "SG" else 1
         return [max(1, value // unit) * unit, (value // unit + 1) * unit]
 
@@ -393,6 +404,7 @@ class _NumberResolver:
         known = {name: self.given[name] for name in core | {"n"}}
         unit = math.lcm(self.step.unit(known), self.step.whole)
         shared = f"{KEYS['n']}={known['n']} on {self.step.ranks} data ranks"
-        text = f"must be a multiple of {unit}, so that ranks get the same number of trajectories: {shared}"
+        what = "prompts" if self.step.keeps_groups else "trajectories"
+        text = f"must be a multiple of {unit}, so that ranks get the same number of {what}: {shared}"
         fixes = [{KEYS["Q"]: near} for near in nearest(known["Q"], multiples(known["Q"], unit))]
         return [Violation(NO_MINI_BATCH, BATCH, KEYS["Q"], known["Q"], text, fixes)]

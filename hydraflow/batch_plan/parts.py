@@ -117,7 +117,7 @@ class MicroRequest:
     """Micro-batches come in groups of this size: the stages of an interleaved pipeline."""
     group_key: str = ""
     """Key that makes the pipeline an interleaved one."""
-    unit: int = 1
+    together: int = 1
     """Rows that stay together: the n responses to a prompt with `trainer.keep_groups`."""
 
     @property
@@ -135,49 +135,48 @@ class MicroRequest:
         >>> request.plan(rows_per_rank=12, row_tokens=20, exact=True)   # 5 rows fit, 4 divide 12
         MicroPlan(rows=4, max_tokens=None, unit=1, whole_groups=False)
         """
-        whole = self.unit > 1
+        whole = self.together > 1
         if self.dynamic:
             return MicroPlan(rows=None, max_tokens=self.budget, whole_groups=whole)
         if self.rows is not None:
             return MicroPlan(rows=self.rows, max_tokens=None, whole_groups=whole)
-        fitting = min(self.budget // row_tokens, rows_per_rank) // self.unit * self.unit
+        least = self.together
+        fitting = min(self.budget // row_tokens, rows_per_rank) // least * least
         if exact:
-            fitting = max((d for d in self.legal_rows(rows_per_rank) if d <= fitting), default=self.unit)
-        return MicroPlan(rows=max(self.unit, fitting), max_tokens=None, whole_groups=whole)
+            fitting = max((d for d in self.legal_rows(rows_per_rank) if d <= fitting), default=least)
+        return MicroPlan(rows=max(least, fitting), max_tokens=None, whole_groups=whole)
 
     def legal_rows(self, rows_per_rank: int) -> list[int]:
-        """Micro-batch sizes into which the rows of a data rank can be cut, for a pipeline's groups of
-        micro-batches; of whole units."""
-        if rows_per_rank % (self.group * self.unit):
+        """Micro-batch sizes that divide the rows of a data rank into a multiple of `group` micro-batches, and
+        are multiples of `together`."""
+        least = self.together
+        if rows_per_rank % (self.group * least):
             return []
-        return [units * self.unit for units in divisors(rows_per_rank // self.group // self.unit)]
+        return [least * count for count in divisors(rows_per_rank // self.group // least)]
 
     def token_budget_violations(self, longest_row: int, formula: str) -> Iterator[Violation]:
-        """A token budget must hold the longest row, or a unit of them; it is used when rows are filled by
-        tokens or their number is not given."""
-        longest, what = longest_row * self.unit, "the longest row"
+        """A token budget must hold the longest row, or as many of them as stay together; it is used when rows
+        are filled by tokens or their number is not given."""
+        longest, what, key = longest_row * self.together, "the longest row", self.tokens_key
         if (not self.dynamic and self.rows is not None) or self.budget >= longest:
             return
-        fixes: list[Fix] = [{self.tokens_key: -(-longest // self.sharers)}, {self.tokens_key: longest}]
-        if self.unit > 1:
-            what, formula = f"the {self.unit} responses to a prompt", f"{self.unit}·({formula})"
+        fixes: list[Fix] = [{key: -(-longest // self.sharers)}, {key: longest}]
+        if self.together > 1:
+            what, formula = f"the {self.together} responses to a prompt", f"{self.together}·({formula})"
             fixes.append({KEEP_GROUPS: False})
         shared = f" x {self.sharers} devices that share a row" if self.sharers > 1 else ""
-        text, key = (
-            f"tokens per device{shared} must hold {what}, {formula} = {longest} tokens",
-            self.tokens_key,
-        )
+        text = f"tokens per device{shared} must hold {what}, {formula} = {longest} tokens"
         advice = "shorter prompts or responses"
         yield Violation(f"token budget:{key}", BUDGET, key, self.max_tokens, text, fixes, advice)
 
-    def unit_violations(self) -> Iterator[Violation]:
-        """A number of rows holds whole units."""
-        if self.dynamic or self.rows is None or self.rows % self.unit == 0:
+    def group_violations(self) -> Iterator[Violation]:
+        """A given number of rows is a multiple of those that stay together."""
+        if self.dynamic or self.rows is None or self.rows % self.together == 0:
             return
-        text = f"must be a multiple of the {self.unit} responses to a prompt, to keep them together"
-        fixes: list[Fix] = [{self.rows_key: rows} for rows in multiples(self.rows, self.unit)]
+        text = f"must be a multiple of the {self.together} responses to a prompt, to keep them together"
+        fixes: list[Fix] = [{self.rows_key: rows} for rows in multiples(self.rows, self.together)]
         fixes += [{self.rows_key: None}, {KEEP_GROUPS: False}]
-        yield Violation(f"unit:{self.rows_key}", MICRO, self.rows_key, self.rows, text, fixes)
+        yield Violation(f"whole groups:{self.rows_key}", MICRO, self.rows_key, self.rows, text, fixes)
 
     def divisor_violations(self, rows_per_rank: int, row_tokens: int, formula: str) -> Iterator[Violation]:
         """Training micro-batches of a fixed size must divide a data rank's rows, and fill whole groups.

@@ -34,9 +34,9 @@ def quantities(request: Request, topology: Topology, plan: BatchPlan) -> Iterato
     yield from _machines(request, topology, plan)
     yield from _run(request)
     yield from _step(request)
-    if (unit := request.actor.micro.unit) > 1:
+    if (together := request.actor.micro.together) > 1:
         origin = request.settings.origin(KEEP_GROUPS)
-        yield Quantity("kept together", "trajectories", unit, "n responses to a prompt", origin)
+        yield Quantity("kept together", "trajectories", together, "n responses to a prompt", origin)
     yield from _role(request, request.actor, plan.actor)
     if request.critic and plan.critic:
         yield from _role(request, request.critic, plan.critic)
@@ -181,6 +181,8 @@ def micro_quantities(
         assert plan.rows is not None
         fitting = f"⌊{micro.budget}/{row_tokens}⌋"
         formula = f"of the {fitting} that fit, as many as divide evenly"
+        if micro.together > 1:
+            formula = f"of the {fitting} that fit, whole groups of {micro.together}"
         if plan.rows == micro.budget // row_tokens:
             formula = f"rows that {micro.budget} tokens hold = {fitting}"
         yield Quantity(name, "rows per data rank", plan.rows, formula)

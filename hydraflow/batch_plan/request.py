@@ -18,7 +18,7 @@ from hydraflow.batch_plan.layout import Layout
 from hydraflow.batch_plan.parts import MicroRequest, RoleRequest
 from hydraflow.batch_plan.plans import AsyncPlan, FilterPlan, ValidationPlan
 from hydraflow.batch_plan.repair import Violation
-from hydraflow.batch_plan.roles import fills_by_tokens, needs_critic, needs_reference
+from hydraflow.batch_plan.roles import fills_by_tokens, keeps_groups, needs_critic, needs_reference
 from hydraflow.batch_plan.settings import Settings
 from hydraflow.batch_plan.topology import ACTOR, REWARD, SECTIONS
 from hydraflow.device import planned_type
@@ -124,6 +124,7 @@ def read(
         group=_group(layouts.get("actor")),
         shares=_critic_shares(config, layouts) if has_critic and mini is None else [],
         whole=mini or 1 if has_critic else 1,
+        keeps_groups=keeps_groups(config),
     )
     q, filtered, call_key = numbers.values["Q"], None, numbers.key("Q")
     if groups.enable:
@@ -200,7 +201,8 @@ def _critic_shares(config: PPOConfig, layouts: Mapping[str, Layout]) -> list[int
     if layout is None:
         return []
     by_tokens = fills_by_tokens(config, "critic")
-    rows = 1 if by_tokens else (critic.ppo_micro_batch_size_per_gpu or 1) * _group(layout)
+    together = config.actor_rollout_ref.rollout.n if keeps_groups(config) else 1
+    rows = together if by_tokens else (critic.ppo_micro_batch_size_per_gpu or together) * _group(layout)
     return [layout.data_ranks * rows]
 
 
@@ -229,7 +231,8 @@ def _read_update(config: PPOConfig, role: str, layout: Layout | None) -> MicroRe
 def _read_actor(config: PPOConfig, numbers: StepNumbers, layouts: Mapping[str, Layout]) -> RoleRequest:
     actor, layout = config.actor_rollout_ref.actor, layouts.get("actor")
     micro = _read_update(config, "actor", layout)
-    unit = numbers.values["n"] if config.trainer.keep_groups else 1
+    together = numbers.values["n"] if keeps_groups(config) else 1
+    micro = replace(micro, rows=numbers.values.get("m", micro.rows), rows_key=numbers.key("m"))
     return RoleRequest(
         name="actor",
         mini=numbers.values["M"],
@@ -237,7 +240,7 @@ def _read_actor(config: PPOConfig, numbers: StepNumbers, layouts: Mapping[str, L
         ranks=layout.data_ranks if layout else None,
         epochs=actor.ppo_epochs,
         shuffle=actor.shuffle,
-        micro=replace(micro, rows=numbers.values.get("m", micro.rows), rows_key=numbers.key("m"), unit=unit),
+        micro=replace(micro, together=together),
         optim=actor.optim,
         optim_key=f"{ACTOR}.optim",
         first_step=max(1, config.trainer.critic_warmup),
@@ -254,7 +257,7 @@ def _read_critic(config: PPOConfig, actor: RoleRequest, layouts: Mapping[str, La
         ranks=layout.data_ranks if layout else None,
         epochs=critic.ppo_epochs or actor.epochs,
         shuffle=actor.shuffle if critic.shuffle is None else critic.shuffle,
-        micro=replace(_read_update(config, "critic", layout), unit=actor.micro.unit),
+        micro=replace(_read_update(config, "critic", layout), together=actor.micro.together),
         optim=critic.optim,
         optim_key="critic.optim",
     )
@@ -273,7 +276,7 @@ def _read_log_prob(config: PPOConfig, role: str, update: MicroRequest, layout: L
         dynamic=fills_by_tokens(config, role),
         max_tokens=tokens or update.max_tokens,
         tokens_key=update.tokens_key if tokens is None else f"{key}.log_prob_max_token_len_per_gpu",
-        unit=update.unit,
+        together=update.together,
     )
     return _shared(micro, layout)
 

@@ -40,6 +40,11 @@ def fills_by_tokens(config: PPOConfig, role: str) -> bool:
     return policy.actor.use_dynamic_bsz if own is None else own
 
 
+def keeps_groups(config: PPOConfig) -> bool:
+    """Whether the responses to a prompt stay together, which only packed rows gain by."""
+    return config.trainer.keep_groups and config.actor_rollout_ref.model.use_remove_padding
+
+
 def needs_reference(config: PPOConfig) -> bool:
     """Whether any KL term is relative to the reference policy."""
     return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward

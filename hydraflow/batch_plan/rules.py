@@ -44,16 +44,19 @@ def _mini_batches_fill_the_step(request: Request) -> Iterator[Violation]:
 
 
 def _ranks_share_a_mini_batch(request: Request) -> Iterator[Violation]:
-    """dp divides G."""
+    """dp divides G, or M where groups stay together."""
     for role in request.roles:
-        g_all = role.mini * request.n
-        if role.ranks is None or g_all % role.ranks == 0 or request.q * request.n < role.ranks:
+        g_all, together = role.mini * request.n, role.micro.together
+        shared = role.ranks is None or g_all % (role.ranks * together) == 0
+        if shared or request.q * request.n < (role.ranks or 1):
             continue
         key, given = role.mini_key, request.numbers.handles.get(role.mini_key)
         makes = f"makes {role.mini} prompts, which " if given else ""
         ranks = f"{role.ranks} data ranks of the {role.name}"
         text = f"{makes}times {SAMPLES}={request.n} is {g_all} trajectories per optimizer step, which {ranks}"
         text += " cannot share equally"
+        if together > 1:
+            text = f"{makes}must be a multiple of the {ranks}: {KEEP_GROUPS}=true gives each whole groups"
         fixes = partial(_with_fewer_devices, request, role)
         yield Violation(f"dp | G:{role.name}", BATCH, key, given or role.mini, text, fixes)
 
@@ -61,10 +64,13 @@ def _ranks_share_a_mini_batch(request: Request) -> Iterator[Violation]:
 def _with_fewer_devices(request: Request, role: RoleRequest) -> Iterator[Fix]:
     yield from targets.fixes(request)
     layout = request.layouts[role.name]
-    ranks = [d for d in divisors(role.mini * request.n) if d < layout.data_ranks]
+    shares = role.mini * request.n // role.micro.together
+    ranks = [d for d in divisors(shares) if d < layout.data_ranks]
     alone = all(one.devices == layout.devices for one in request.layouts.values())
     if ranks and alone and len(layout.devices) == layout.devices_per_node:
         yield {PER_NODE: ranks[-1] * layout.model_parallel}
+    if role.micro.together > 1:
+        yield {KEEP_GROUPS: False}
 
 
 def _every_rank_has_rows(request: Request) -> Iterator[Violation]:
@@ -124,22 +130,10 @@ def _token_budgets_hold_a_row(request: Request) -> Iterator[Violation]:
         yield from micro.token_budget_violations(request.longest_row, formula)
 
 
-def _groups_stay_whole(request: Request) -> Iterator[Violation]:
-    """With `trainer.keep_groups`: n divides the rows of a micro-batch, and dp divides M."""
-    if not request.settings.config.trainer.keep_groups:
-        return
+def _micro_batches_hold_groups(request: Request) -> Iterator[Violation]:
+    """n divides m, with `trainer.keep_groups`."""
     for micro in request.passes:
-        yield from micro.unit_violations()
-    for role in request.roles:
-        if role.mini % (role.ranks or 1) == 0:
-            continue
-        given = request.numbers.handles.get(role.mini_key)
-        text = (
-            f"makes {role.mini} prompts per optimizer step, which" if given else "prompts per optimizer step"
-        )
-        text += f" {role.ranks} data ranks of the {role.name} cannot share equally and keep them whole"
-        fixes: list[Fix] = [*targets.fixes(request), {KEEP_GROUPS: False}]
-        yield Violation(f"dp | M:{role.name}", BATCH, role.mini_key, given or role.mini, text, fixes)
+        yield from micro.group_violations()
 
 
 def engine_violations(
@@ -228,8 +222,8 @@ RULES: list[Callable[[Request], Iterator[Violation]]] = [
     _prompts_make_a_step,
     _groups_can_differ,
     _micro_batches_fill_a_rank,
+    _micro_batches_hold_groups,
     _token_budgets_hold_a_row,
-    _groups_stay_whole,
     _engine_holds_a_row,
     _filter_can_fill_a_step,
     _rounds_fill_the_step,

@@ -21,9 +21,9 @@ def fixes(request: Request) -> Iterator[Fix]:
     ranks, rows = {}, {}
     for role in request.roles:
         if role.ranks:
-            ranks[role.name] = role.ranks * role.micro.unit
+            ranks[role.name] = role.ranks * role.micro.together
             filled = 1 if role.micro.dynamic else role.micro.rows or 1
-            rows[role.name] = role.ranks * role.micro.group * math.lcm(filled, role.micro.unit)
+            rows[role.name] = role.ranks * role.micro.group * math.lcm(filled, role.micro.together)
     for shares in (ranks, rows):
         for step in _near(request, shares):
             if all(step[:3]):

@@ -117,6 +117,18 @@ _ROLES = (
     ),
     _unless(f"{ACTOR}.strategy", "megatron", f"{REF}.megatron.**"),
     NoEffectRule(
+        "trainer.keep_groups",
+        lambda c: c.actor_rollout_ref.rollout.n == 1,
+        f"{ROLLOUT}.n=1: a group is a row",
+        f"{ROLLOUT}.n=8",
+    ),
+    NoEffectRule(
+        "trainer.keep_groups",
+        lambda c: not c.actor_rollout_ref.model.use_remove_padding,
+        f"{POLICY}.use_remove_padding=false computes every row whole",
+        f"{POLICY}.use_remove_padding=true",
+    ),
+    NoEffectRule(
         f"{REF}.fsdp_config.**",
         lambda c: c.actor_rollout_ref.actor.strategy == "megatron",
         f"{ACTOR}.strategy=megatron",

@@ -38,7 +38,7 @@ SUPERVISED = "fsdp2"
 """The engine of supervised models and reward models, whose configurations have its section only."""
 DTYPES = ("fp32", "bf16", "fp16", "fp64")
 BF32 = "bf32"
-"""Float32 whose matrix products are bfloat16's; oneDNN's name for it."""
+"""Float32 with matrix products in bfloat16, as oneDNN calls it; here their results are bfloat16, too."""
 WINDOW_BYTES = 8 * 2**20
 """Memory in which a rank passes tensors to the others of its machine on CPUs: two halves, each with a place
 for every other rank."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -200,17 +201,25 @@ def split_tokens(data: DataProto, max_tokens: int, reduce_max: ReduceMax, *, uni
 
 def split_groups(data: DataProto, size: MicroPlan, reduce_max: ReduceMax) -> MicroBatches:
     """Micro-batches of neighbouring rows with the same `group`, at most `size.rows` rows or `size.max_tokens`
-    tokens each. A group is divided only if it alone exceeds that, or if another rank makes more micro-batches
-    than this one has groups."""
-    costs = row_tokens(data).numpy() if size.rows is None else np.ones(len(data), dtype=np.int64)
+    tokens each; dead rows count nothing. A group is divided only if it alone exceeds that, or if another rank
+    makes more micro-batches than this one has groups."""
     limit = size.max_tokens if size.rows is None else size.rows
     assert limit is not None, "a micro-batch plan counts rows or tokens"
-    groups = np.split(np.arange(len(data)), np.flatnonzero(np.diff(data.get("group").numpy())) + 1)
-    units = _divided(groups, costs, lambda parts, largest: largest > limit)
-    agreed = _agreed(len(token_bins([costs[unit].sum() for unit in units], limit)), reduce_max)
-    units = _divided(units, costs, lambda parts, largest: parts < agreed)
-    bins = token_bins([costs[unit].sum() for unit in units], limit, min_bins=agreed)
+    costs = row_tokens(data).numpy() if size.rows is None else np.ones(len(data), dtype=np.int64)
+    group, live = data.get("group").numpy(), np.ones(len(data), dtype=bool)
+    if "live" in data.keys():
+        live = data.get("live").numpy()
+        costs = costs * live
+    starts = 1 + np.flatnonzero((group[1:] != group[:-1]) | (live[1:] != live[:-1]))
+    units = _divided(np.split(np.arange(len(data)), starts), costs, most=limit)
+    agreed = _agreed(len(token_bins(_totals(units, costs), limit)), reduce_max)
+    units = _divided(units, costs, least=agreed)
+    bins = token_bins(_totals(units, costs), limit, min_bins=agreed)
     return _in_bins(data, units, bins, agreed)
+
+
+def _totals(units: Sequence[np.ndarray], costs: np.ndarray) -> list[int]:
+    return [int(costs[unit].sum()) for unit in units]
 
 
 def _agreed(needed: int, reduce_max: ReduceMax) -> int:
@@ -219,21 +228,21 @@ def _agreed(needed: int, reduce_max: ReduceMax) -> int:
 
 
 def _divided(
-    units: Sequence[np.ndarray], costs: np.ndarray, unfinished: Callable[[int, int], bool]
+    units: Sequence[np.ndarray], costs: np.ndarray, *, most: float = math.inf, least: int = 0
 ) -> list[np.ndarray]:
-    """The units, in order, the costliest halved while `unfinished(number of units, largest cost)` and it has
-    several rows."""
+    """The units, in order, the costliest halved until none of several rows costs more than `most` and there
+    are `least`."""
     heap = [(-int(costs[unit].sum()), int(unit[0]), unit) for unit in units]
     heapq.heapify(heap)
-    single: list[np.ndarray] = []
-    while heap and unfinished(len(heap) + len(single), -heap[0][0]):
+    rows: list[np.ndarray] = []
+    while heap and (-heap[0][0] > most or len(heap) + len(rows) < least):
         unit = heapq.heappop(heap)[2]
         if len(unit) == 1:
-            single.append(unit)
+            rows.append(unit)
             continue
         for part in np.array_split(unit, 2):
             heapq.heappush(heap, (-int(costs[part].sum()), int(part[0]), part))
-    return sorted([*single, *(unit for _, _, unit in heap)], key=lambda unit: int(unit[0]))
+    return sorted([*rows, *(unit for _, _, unit in heap)], key=lambda unit: int(unit[0]))
 
 
 def _in_bins(

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hydraflow.algorithms.distillation.config import TOPK
 from hydraflow.batch_plan.resolve import BatchPlan
-from hydraflow.batch_plan.roles import needs_critic, reads_critic_files, reads_policy_files, replay_problems
+from hydraflow.batch_plan.roles import (
+    needs_critic,
+    own_reference,
+    reads_critic_files,
+    reads_policy_files,
+    replay_problems,
+)
 from hydraflow.batch_plan.topology import SECTIONS
 from hydraflow.checkup.model_files import dist_checkpoint_problems
 from hydraflow.data.config import ExamplesConfig, PromptConfig
@@ -23,6 +29,7 @@ from hydraflow.data.conversations import ConversationDataset
 from hydraflow.data.files import FileRecord
 from hydraflow.data.pairs import PairDataset
 from hydraflow.data.prompts import PromptDataset, read_prompts
+from hydraflow.engine.config import EngineConfig, engine_config
 from hydraflow.engine.fsdp.lora import require_targets
 from hydraflow.engine.fsdp.ulysses import KEY, require_shareable
 from hydraflow.engine.megatron.architecture import Architecture
@@ -41,6 +48,8 @@ from hydraflow.models.loading import (
     load_tokenizer,
     require_path,
 )
+from hydraflow.models.rounded import KEY as ROUNDED
+from hydraflow.models.rounded import require_rounded_layers
 from hydraflow.models.routers import HFRouters
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.ppo import teacher_of
@@ -206,6 +215,31 @@ def require_shareable_rows(config: PPOConfig, plan: BatchPlan, faults: Faults) -
         if described is None:
             continue
         faults.passes(partial(require_shareable, described, model, size, field=field, key=key))
+
+
+def require_rounded(
+    model: ModelConfig, engine: EngineConfig, faults: Faults, *, head: str, field: str, section: str = ""
+) -> None:
+    """Checks that a model has layers whose products can be rounded, if its engine does that. `section`: of
+    the engine's role, with a dot; empty in supervised training."""
+    if engine.product_dtype == engine.compute_dtype:
+        return
+    described = Faults().result(partial(load_config, model, field=field))
+    empty = described and Faults().result(partial(require_model, model, described, head=head, field=field))
+    if empty:  # what else is wrong with the model is reported elsewhere
+        faults.passes(partial(require_rounded_layers, empty, key=f"{section}{ROUNDED}"))
+
+
+def require_rounded_roles(config: PPOConfig, faults: Faults) -> None:
+    """`require_rounded` of every role."""
+    policy, critic = config.actor_rollout_ref, config.critic
+    strategy, sections = policy.actor.strategy, [("actor", policy.actor), ("ref", policy.ref)]
+    for role, section in sections if own_reference(config) else sections[:1]:
+        engine, prefix = engine_config(strategy, section), f"{SECTIONS[role]}."
+        require_rounded(policy.model, engine, faults, head="policy", field=POLICY, section=prefix)
+    if needs_critic(config):
+        engine, model = engine_config(critic.strategy, critic), critic_model(config)
+        require_rounded(model, engine, faults, head="value", field=CRITIC, section=f"{SECTIONS['critic']}.")
 
 
 def open_inputs(config: PPOConfig, faults: Faults) -> RunPrompts | None:

@@ -22,7 +22,13 @@ from hydraflow.compose.own_functions import own_files, with_whole_paths
 from hydraflow.data.loader import PromptLoader
 from hydraflow.data.prompts import PromptDataset
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.jobs.inputs import RunPrompts, open_inputs, require_shareable_rows, require_teachers
+from hydraflow.jobs.inputs import (
+    RunPrompts,
+    open_inputs,
+    require_rounded_roles,
+    require_shareable_rows,
+    require_teachers,
+)
 from hydraflow.jobs.own_code import check_functions
 from hydraflow.jobs.restarts import Restarts, with_restarts
 from hydraflow.jobs.saving import (
@@ -123,6 +129,7 @@ class PPOJob:
             measured = metric_names(prompts.val.data_sources() if prompts.val else (), plan)
             faults.passes(lambda: require_metric(config.trainer.keep_best, measured))
             require_shareable_rows(config, plan, faults)
+            require_rounded_roles(config, faults)
             faults.passes(lambda: require_teachers(config, plan, prompts))
         if not session.has_started:
             faults.passes(lambda: check_function(config.reward))

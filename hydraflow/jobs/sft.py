@@ -19,7 +19,13 @@ from hydraflow.compose.debugging import applied
 from hydraflow.data.conversations import ConversationDataset, read_chats
 from hydraflow.data.pairs import PairDataset, ScoredPairDataset, read_pairs
 from hydraflow.engine.fsdp.ulysses import require_shareable
-from hydraflow.jobs.inputs import open_rows, open_tokenizer, open_trained_model, require_rows_fit
+from hydraflow.jobs.inputs import (
+    open_rows,
+    open_tokenizer,
+    open_trained_model,
+    require_rounded,
+    require_rows_fit,
+)
 from hydraflow.jobs.restarts import Restarts, with_restarts
 from hydraflow.jobs.saving import RunCheckpointing, require_metric, sft_roles, training_loader
 from hydraflow.jobs.session import Session
@@ -132,6 +138,7 @@ def _checked(
     if plan is not None and described is not None:
         sharers = plan.layouts["model"].context
         faults.passes(lambda: require_shareable(described, config.model, sharers, field="model"))
+        require_rounded(config.model, config.fsdp_config, faults, head=kind.head, field="model")
     measured = kind.measured if data.val_files else ()
     faults.passes(lambda: require_metric(config.trainer.keep_best, measured))
     faults.passes(lambda: require_trackers(config.trainer, known=faults.problems))

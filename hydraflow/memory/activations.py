@@ -48,10 +48,14 @@ class RowSizes:
 def tokens_of(micro: MicroPlan, rows: RowSizes, *, most_rows: int, ulysses: int = 1) -> MicroBatchTokens:
     """Tokens of one micro-batch when every row is at its longest.
 
-    `most_rows`: rows of a data rank. A token budget is filled with rows of maximum length and of different
-    prompts. `ulysses` devices share each row's tokens; all tokens of one device's slice may be asked tokens.
+    `most_rows`: rows of a data rank. A token budget is filled with rows of maximum length, and of different
+    prompts unless groups stay whole. `ulysses` devices share each row's tokens; all tokens of one device's
+    slice may be asked tokens.
 
     >>> tokens_of(MicroPlan(rows=4, max_tokens=None), RowSizes(10, 6, samples=2, packed=True), most_rows=8)
+    MicroBatchTokens(line=40, attended=60, asked=24, ulysses=1)
+    >>> budget = MicroPlan(rows=None, max_tokens=64, whole_groups=True)
+    >>> tokens_of(budget, RowSizes(10, 6, samples=2, packed=True), most_rows=8)
     MicroBatchTokens(line=40, attended=60, asked=24, ulysses=1)
     """
     longest = rows.prompt + rows.response
@@ -60,7 +64,8 @@ def tokens_of(micro: MicroPlan, rows: RowSizes, *, most_rows: int, ulysses: int 
     if not rows.packed:
         line = attended = count * longest
     else:
-        prompts = count if micro.rows is None else _prompts(count, rows.samples)
+        apart = micro.rows is None and not micro.whole_groups
+        prompts = count if apart else _prompts(count, rows.samples)
         line, attended = prompts * rows.prompt + count * (rows.response - 1), count * (longest - 1)
     asked = count * rows.response
     if ulysses == 1:

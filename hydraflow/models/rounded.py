@@ -2,19 +2,27 @@
 
 In: a model in float32. Out: the same model, whose plain linear layers round both factors and the result of a
 product to bfloat16, in the forward and in the backward pass. The residual stream, norms, rotations, softmax
-and gradients between layers keep float32's precision, and so does the output matrix, from which
-log-probabilities are computed. Left out on purpose: experts and routers that are not plain linear layers.
+and gradients between layers keep float32's precision, and so do adapters and the output matrix, from which
+log-probabilities are computed. Not torch's own switch, `torch.backends.mkldnn.matmul.fp32_precision`: it has
+no effect on CPUs without AMX, and where it has one, it reaches the small products of attention. Left out on
+purpose: experts and routers that are not plain linear layers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from hydraflow.errors import ConfigError
+from hydraflow.models.heads import PolicyModel, ValueModel
 from hydraflow.models.linear import is_plain
+
+KEY = "fsdp_config.dtype"
+"""Key of the dtype, within a role's section."""
 
 
 class RoundedLinear(nn.Linear):
@@ -22,17 +30,26 @@ class RoundedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) to (..., N), float32."""
-        product: Tensor = _RoundedProduct.apply(x, self.weight)
+        rows: Tensor = _RoundedProduct.apply(x.reshape(-1, self.in_features), self.weight)
+        product = rows.view(*x.shape[:-1], self.out_features)
         return product if self.bias is None else product + self.bias
 
 
-def round_products(model: nn.Module, *, besides: nn.Module | None) -> int:
-    """Makes every plain linear layer of the model except `besides` a `RoundedLinear`; parameters are kept.
-    Returns the number of such layers."""
-    found = [part for part in model.modules() if part is not besides and is_plain(part)]
-    for part in found:
-        part.__class__ = RoundedLinear
-    return len(found)
+def require_rounded_layers(model: PolicyModel | ValueModel, *, key: str = KEY) -> list[nn.Module]:
+    """The layers whose products are rounded: plain linear ones, without the output matrix. Raises ConfigError
+    if the model has none. `key`: that of the dtype."""
+    head = model.hf.get_output_embeddings()
+    found = [part for part in model.hf.modules() if part is not head and is_plain(part)]
+    if not found:
+        rule = f"rounds products of layers of class nn.Linear itself, and {type(model.hf).__name__} has none"
+        raise ConfigError.one(key, "bf32", rule, f"{key}=bf16")
+    return found
+
+
+def round_products(layers: Iterable[nn.Module]) -> None:
+    """Makes each a `RoundedLinear`; parameters are kept."""
+    for layer in layers:
+        layer.__class__ = RoundedLinear
 
 
 def _rounded(x: Tensor) -> Tensor:
@@ -40,20 +57,21 @@ def _rounded(x: Tensor) -> Tensor:
 
 
 class _RoundedProduct(torch.autograd.Function):
+    """(M, K) and (N, K) to (M, N)."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        rows = _rounded(x.flatten(0, -2))  # (M, K)
+        rows = _rounded(x)
         to_x, to_weight = ctx.needs_input_grad
         # not the rounded weight: FSDP frees and gathers `weight` between forward and backward pass
         ctx.save_for_backward(rows if to_weight else None, weight if to_x else None)
-        ctx.shape = x.shape
-        return (rows @ _rounded(weight).t()).float().view(*x.shape[:-1], -1)
+        return (rows @ _rounded(weight).t()).float()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         rows, weight = ctx.saved_tensors
-        grad = _rounded(grads[0].flatten(0, -2))  # (M, N)
-        to_x = (grad @ _rounded(weight)).float().view(ctx.shape) if ctx.needs_input_grad[0] else None
+        grad = _rounded(grads[0])
+        to_x = (grad @ _rounded(weight)).float() if ctx.needs_input_grad[0] else None
         to_weight = (grad.t() @ rows).float() if ctx.needs_input_grad[1] else None
         return to_x, to_weight

@@ -164,9 +164,10 @@ class TrainerConfig(LoopConfig):
     balance_batch: bool = free(True)
     """Balance the total sequence length across data ranks (within each mini-batch)."""
     keep_groups: bool = free(False)
-    """Keep the responses to a prompt on one data rank and in one micro-batch, in every pass, so that packed
-    rows always compute their prompt once. Worth it where prompts are long and micro-batches are filled by
-    tokens; balances ranks less closely."""
+    """Keep the responses to a prompt on one data rank and in one micro-batch of each update, so that packed
+    rows compute their prompt once; in passes without an update, too, where the data ranks divide the
+    prompts. Worth it where prompts are long and micro-batches are filled by tokens; balances ranks less
+    closely."""
     val_before_train: bool = free(True)
     """Validate before the first step."""
     val_only: bool = free(False)

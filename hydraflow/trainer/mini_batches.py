@@ -74,13 +74,13 @@ def cut_mini_batches(
     ranks = plan.data_ranks
     per_rank: list[list[np.ndarray]] = [[] for _ in range(ranks)]
     for rows in _whole_groups(groups, plan.mini_batch_prompts, shuffle_key):
-        filled = np.concatenate([rows, np.full(-len(rows) % ranks, -1)])
         if plan.micro.whole_groups:
             split = _undivided(rows, lengths if balance else None, groups, ranks)
-        elif balance:
-            split = _balanced(filled, lengths, groups, prompt_lengths, ranks)
         else:
+            filled = np.concatenate([rows, np.full(-len(rows) % ranks, -1)])
             split = np.split(filled, ranks)
+            if balance:
+                split = _balanced(filled, lengths, groups, prompt_lengths, ranks)
         for rank, part in enumerate(split):
             per_rank[rank].append(part)
     order = np.concatenate([part for parts in per_rank for part in parts])
@@ -121,8 +121,9 @@ def _balanced(
 def _undivided(
     rows: np.ndarray, lengths: np.ndarray | None, groups: np.ndarray, ranks: int
 ) -> list[np.ndarray]:
-    """Whole groups for each rank, filled up with no rows (-1). With `lengths` of nearly equal total lengths,
-    and as many each where groups have equal sizes and `ranks` divides their number; else in order."""
+    """Whole groups for each rank, in order, filled up with -1, which is no row. With `lengths` the ranks'
+    total lengths are made nearly equal; they get equally many groups if all have the same size and `ranks`
+    divides their number."""
     whole = np.split(rows, np.flatnonzero(np.diff(groups[rows])) + 1)
     if lengths is None:
         parts = [part.tolist() for part in np.array_split(np.arange(len(whole)), ranks)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hydraflow.algorithms.config import POLICY_LOSSES, OldFrom, estimator_of, is_corrected
 from hydraflow.batch_plan.plans import BatchPlan
-from hydraflow.batch_plan.roles import needs_critic, needs_reference, own_reference
+from hydraflow.batch_plan.roles import keeps_groups, needs_critic, needs_reference, own_reference
 from hydraflow.engine.config import engine_config
 from hydraflow.generation.config import GENERATION_ENGINES, engine_dtype
 from hydraflow.schema import PPOConfig
@@ -89,7 +89,7 @@ def step_phases(config: PPOConfig) -> tuple[StepPhase, ...]:
 def _all_phases(config: PPOConfig) -> tuple[StepPhase, ...]:
     in_reward, in_loss, measured = _more_columns(config)
     sampled, values = sampled_too(config), ("values",) if needs_critic(config) else ()
-    inputs = MODEL_INPUTS + (("group",) if config.trainer.keep_groups else ())
+    inputs = MODEL_INPUTS + (("group",) if keeps_groups(config) else ())
     # with LoRA the reference is the actor with its adapters disabled
     reference = "ReferenceWorker" if own_reference(config) else "ActorWorker"
     return (

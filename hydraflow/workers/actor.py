@@ -231,7 +231,7 @@ class ActorWorker(TrainedWorker):
 
     def _current_log_probs(self, rows: DataProto) -> Tensor:
         """Log-probabilities of the responses under the current weights, ragged (B, R)."""
-        names = ["prompts", "responses", "response_mask", "routed_experts"]
+        names = ["prompts", "responses", "response_mask", "routed_experts", "group"]
         inputs = rows.select([name for name in names if name in rows.keys()])
         ask = Ask(self.spec.temperature)
         found, lengths = parts(self.engine.forward_rows(inputs, self.log_prob_batcher, ask).get("log_probs"))

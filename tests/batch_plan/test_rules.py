@@ -92,7 +92,7 @@ from hydraflow.schema import GenerateConfig, PPOConfig
             dict(trainer__keep_groups=True),
             {"devices": 64},
             f"{ACTOR}.ppo_mini_batch_size",
-            f"{ACTOR}.ppo_mini_batch_size=64 or trainer.keep_groups=false",
+            f"{ACTOR}.ppo_mini_batch_size=64 or trainer.keep_groups=false or trainer.n_gpus_per_node=32",
         ),
         (dict(async_training__require_batches=3), {}, "async_training.require_batches", "require_batches=2"),
     ],
@@ -240,3 +240,24 @@ def test_micro_batches_of_whole_groups() -> None:
         small(trainer__keep_groups=True, rollout__n=1, algorithm__adv_estimator="remax", **budget)
     )
     assert not alone.actor.micro.whole_groups, "a group of one is a row"
+
+
+def test_numbers_that_follow_keep_groups_whole() -> None:
+    """Of 1,000 prompts on 8 ranks, 200 a mini-batch and not 250; in 4 micro-batches of whole groups."""
+    config = configured(
+        trainer__keep_groups=True,
+        algorithm__adv_estimator="grpo",
+        data__train_batch_size=1000,
+        rollout__n=8,
+        batch__gradient_accumulation_steps=5,
+    )
+    origins = {key: "command line" for key in ("data.train_batch_size", f"{ROLLOUT}.n")}
+    plan = resolve(config, devices=8, origins=origins)
+    assert plan.actor.mini_batch_prompts == 200
+    assert plan.actor.micro == MicroPlan(rows=40, max_tokens=None, whole_groups=True)
+    config.batch.gradient_accumulation_steps = 8
+    problems = broken(config, devices=8, origins=origins)
+    assert list(problems) == ["batch.gradient_accumulation_steps"]
+    assert problems["batch.gradient_accumulation_steps"].remedy.startswith(
+        "batch.gradient_accumulation_steps=5 "
+    )

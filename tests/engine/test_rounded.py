@@ -11,9 +11,10 @@ from engine import rank_jobs as jobs
 from engine.pool import Ranks
 from engine.test_fsdp import DOUBLE
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from hydraflow.errors import ConfigError
+from hydraflow.errors import ConfigError, Faults
+from hydraflow.jobs.inputs import require_rounded_roles
 from hydraflow.models.ask import Ask
 from hydraflow.models.rounded import RoundedLinear, round_products
 from hydraflow.protocol import ragged
@@ -34,7 +35,7 @@ def test_products_of_rounded_factors(bias: bool) -> None:
     rounding, to bfloat16, is the result's own."""
     torch.manual_seed(0)
     layer = nn.Linear(48, 64, bias=bias)
-    assert round_products(layer, besides=None) == 1
+    round_products([layer])
     x, above = torch.randn(2, 9, 48, requires_grad=True), torch.randn(2, 9, 64)
     y = layer(x)
     y.backward(above)
@@ -98,9 +99,53 @@ def test_its_log_probabilities_are_not_the_generators() -> None:
     assert not rollout_is_exact(config, bytes_of)
 
 
-def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
-    """GPT-2's are Conv1D."""
+@pytest.mark.parametrize("shape", [(0, 3), (3,), (2, 0, 3)])
+def test_rows_of_any_shape(shape: tuple[int, ...]) -> None:
+    """As nn.Linear takes them; some models change a result in place."""
+    layer = nn.Linear(3, 4)
+    round_products([layer])
+    x = torch.ones(shape, requires_grad=True)
+    y = layer(x)
+    y += 1
+    y.sum().backward()
+    assert y.shape == (*shape[:-1], 4) and x.grad is not None and x.grad.shape == shape
+
+
+def test_adapters_are_not_rounded(tmp_path: Path) -> None:
+    """Nor is an output matrix that has one."""
+    sizes = dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, num_hidden_layers=1)
+    LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).save_pretrained(tmp_path)
+    model = {"lora_rank": 2, "target_modules": ["q_proj", "lm_head"]}
+    engine = jobs.make_engine(str(tmp_path), {**BF32, "model": model})
+    named = dict(engine.module.named_modules())
+    rounded = {name for name, part in named.items() if isinstance(part, RoundedLinear)}
+    assert "lm.model.layers.0.self_attn.q_proj.base_layer" in rounded and "lm.lm_head.base_layer" in named
+    assert any("lora_A" in name for name in named)
+    assert not any("lora_" in name or "lm_head" in name for name in rounded)
+
+
+def of_gpt2(folder: Path) -> str:
+    """Its layers are Conv1D."""
     config = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=64, n_positions=64)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"gpt2 have none\n.*fsdp_config.dtype=bf16"):
-        jobs.make_engine(str(tmp_path), BF32)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("model", [{}, {"lora_rank": 2}], ids=["", "lora"])
+def test_a_model_without_linear_layers_is_refused(tmp_path: Path, model: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel has none\n.*fsdp_config.dtype=bf16"):
+        jobs.make_engine(of_gpt2(tmp_path), {**BF32, "model": model})
+
+
+@pytest.mark.parametrize(
+    ("role", "refused"),
+    [("actor", ["actor_rollout_ref.actor"]), ("ref", ["actor_rollout_ref.ref"]), ("critic", ["critic"])],
+)
+def test_before_anything_is_started(tmp_path: Path, role: str, refused: list[str]) -> None:
+    config, faults = PPOConfig(), Faults()
+    policy = config.actor_rollout_ref
+    policy.model.path, policy.actor.use_kl_loss = of_gpt2(tmp_path), True
+    roles: dict[str, Any] = {"actor": policy.actor, "ref": policy.ref, "critic": config.critic}
+    config.critic.enable, roles[role].fsdp_config.dtype = True, "bf32"
+    require_rounded_roles(config, faults)
+    assert [problem.field for problem in faults.problems] == [f"{one}.fsdp_config.dtype" for one in refused]

@@ -237,7 +237,7 @@ def test_weights_and_rejection(tmp_path: Path, recipe_cache: Path) -> None:
 
 def test_tokens_are_chosen_over_all_ranks(tmp_path: Path, recipe_cache: Path) -> None:
     given = [f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.policy_loss.clip_cov_ratio=0.05"]
-    given += [f"{ACTOR}.policy_loss.clip_cov_lb=0.01"]
+    given += [f"{ACTOR}.policy_loss.clip_cov_lb=0.01", "trainer.keep_groups=true"]
     rows = train(tmp_path / "two", recipe_cache, *given)
     for one, two in zip(train(tmp_path / "one", recipe_cache, *given, *LOCAL), rows, strict=True):
         assert 0 < two["actor/cov_chosen"] <= 0.05
@@ -254,6 +254,7 @@ def test_bypass_with_a_policy_gradient(tmp_path: Path, recipe_cache: Path, where
         *where,
         *COARSE,
         f"{ACTOR}.ppo_epochs=2",
+        "trainer.keep_groups=true",
         f"{ACTOR}.loss_agg_mode=seq-mean-token-sum",
         f"{CORRECTION}.bypass_mode=true",
         f"{CORRECTION}.loss_type=reinforce",

@@ -211,6 +211,24 @@ def test_groups_stay_together_if_there_are_enough_of_them(by_rows: bool, fewest:
     assert restored.get("group").tolist() == data.get("group").tolist()
 
 
+def test_dead_rows_are_in_no_group() -> None:
+    """Three of a group of three repeat its last row: they cost nothing and are next to it."""
+    data = lengths(*[9] * 6).union(
+        DataProto.from_dict(
+            {
+                "group": torch.tensor([5, 5, 2, 2, 2, 2]),
+                "live": torch.tensor([True, True, True, False, False, False]),
+            }
+        )
+    )
+    for size in (MicroPlan(rows=3, max_tokens=None), MicroPlan(rows=None, max_tokens=27)):
+        found = split_groups(data, replace(size, whole_groups=True), lambda own: own)
+        assert len(found.parts) == 1
+    found = split_groups(data, MicroPlan(rows=2, max_tokens=None, whole_groups=True), lambda own: own)
+    live = [sorted(part.get("group")[part.get("live")].tolist()) for part in found.parts]
+    assert sorted(live) == [[2], [5, 5]]
+
+
 def test_a_group_over_the_budget_is_divided() -> None:
     """Six rows of 10 tokens with a budget of 25, as after an out-of-memory error: two and one, twice."""
     data = lengths(*[9] * 6).union(DataProto.from_dict({"group": torch.zeros(6, dtype=torch.int64)}))

@@ -32,7 +32,6 @@ from hydraflow.engine.fsdp.parity import must_pad_rows
 from hydraflow.engine.fsdp.ulysses import require_shareable
 from hydraflow.engine.process_group import from_first_rank, on_first_rank
 from hydraflow.engine.token_exchange import Ulysses
-from hydraflow.errors import ConfigError
 from hydraflow.models import loading
 from hydraflow.models.adapters import is_adapter
 from hydraflow.models.config import ModelConfig
@@ -41,7 +40,7 @@ from hydraflow.models.heads import PolicyModel, ValueModel
 from hydraflow.models.linear import speed_up_linears
 from hydraflow.models.norms import replace_norms
 from hydraflow.models.rotary import replace_rotations
-from hydraflow.models.rounded import round_products
+from hydraflow.models.rounded import require_rounded_layers, round_products
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +71,7 @@ def build_model(
     # on a CPU without torch.compile, transformers' own SwiGLU is as fast
     if fsdp.use_torch_compile or device.type != "cpu":
         replace_gates(module, compile=fsdp.use_torch_compile)
+    rounded = require_rounded_layers(module) if fsdp.product_dtype != fsdp.compute_dtype else []
     if not trained:
         module.requires_grad_(False)
     elif model.lora_rank > 0:
@@ -95,15 +95,8 @@ def build_model(
         field=field,
         path=model.path,
     )
-    if fsdp.product_dtype != fsdp.compute_dtype:  # after the check, which expects float32's precision
-        _round_products(module, config.model_type, fsdp)
+    round_products(rounded)  # after the check, which expects float32's precision
     return module, padded
-
-
-def _round_products(module: PolicyModel | ValueModel, model_type: str, fsdp: FSDPConfig) -> None:
-    if not round_products(module.hf, besides=module.hf.get_output_embeddings()):
-        rule = f"rounds the products of torch's linear layers, and models of type {model_type} have none"
-        raise ConfigError.one("fsdp_config.dtype", fsdp.dtype, rule, "fsdp_config.dtype=bf16")
 
 
 def _checkpoint_activations(module: PolicyModel | ValueModel, model_type: str) -> None:
