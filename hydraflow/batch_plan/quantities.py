@@ -34,9 +34,6 @@ def quantities(request: Request, topology: Topology, plan: BatchPlan) -> Iterato
     yield from _machines(request, topology, plan)
     yield from _run(request)
     yield from _step(request)
-    if (together := request.actor.micro.together) > 1:
-        origin = request.settings.origin(KEEP_GROUPS)
-        yield Quantity("kept together", "trajectories", together, "n responses to a prompt", origin)
     yield from _role(request, request.actor, plan.actor)
     if request.critic and plan.critic:
         yield from _role(request, request.critic, plan.critic)
@@ -127,6 +124,9 @@ def _step(request: Request) -> Iterator[Quantity]:
     yield Quantity("trajectories per step S", "trajectories", q * n, f"Q·n = {q}·{n}")
     formula = f"prompt + response = {request.longest_prompt} + {request.longest_response}"
     yield Quantity("longest row", "tokens", request.longest_row, formula)
+    if (together := request.actor.micro.together) > 1:
+        origin = request.settings.origin(KEEP_GROUPS)
+        yield Quantity("kept together", "trajectories", together, "n responses to a prompt", origin)
 
 
 def _role(request: Request, role: RoleRequest, plan: RolePlan) -> Iterator[Quantity]:

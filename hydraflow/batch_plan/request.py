@@ -231,8 +231,12 @@ def _read_update(config: PPOConfig, role: str, layout: Layout | None) -> MicroRe
 def _read_actor(config: PPOConfig, numbers: StepNumbers, layouts: Mapping[str, Layout]) -> RoleRequest:
     actor, layout = config.actor_rollout_ref.actor, layouts.get("actor")
     micro = _read_update(config, "actor", layout)
-    together = numbers.values["n"] if keeps_groups(config) else 1
-    micro = replace(micro, rows=numbers.values.get("m", micro.rows), rows_key=numbers.key("m"))
+    micro = replace(
+        micro,
+        rows=numbers.values.get("m", micro.rows),
+        rows_key=numbers.key("m"),
+        together=numbers.values["n"] if keeps_groups(config) else 1,
+    )
     return RoleRequest(
         name="actor",
         mini=numbers.values["M"],
@@ -240,7 +244,7 @@ def _read_actor(config: PPOConfig, numbers: StepNumbers, layouts: Mapping[str, L
         ranks=layout.data_ranks if layout else None,
         epochs=actor.ppo_epochs,
         shuffle=actor.shuffle,
-        micro=replace(micro, together=together),
+        micro=micro,
         optim=actor.optim,
         optim_key=f"{ACTOR}.optim",
         first_step=max(1, config.trainer.critic_warmup),

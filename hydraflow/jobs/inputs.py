@@ -48,8 +48,7 @@ from hydraflow.models.loading import (
     load_tokenizer,
     require_path,
 )
-from hydraflow.models.rounded import KEY as ROUNDED
-from hydraflow.models.rounded import require_rounded_layers
+from hydraflow.models.rounded import DTYPE_KEY, require_rounded_layers
 from hydraflow.models.routers import HFRouters
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.ppo import teacher_of
@@ -227,7 +226,7 @@ def require_rounded(
     described = Faults().result(partial(load_config, model, field=field))
     empty = described and Faults().result(partial(require_model, model, described, head=head, field=field))
     if empty:  # what else is wrong with the model is reported elsewhere
-        faults.passes(partial(require_rounded_layers, empty, key=f"{section}{ROUNDED}"))
+        faults.passes(partial(require_rounded_layers, empty, key=f"{section}{DTYPE_KEY}"))
 
 
 def require_rounded_roles(config: PPOConfig, faults: Faults) -> None:

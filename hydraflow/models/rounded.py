@@ -21,8 +21,8 @@ from hydraflow.errors import ConfigError
 from hydraflow.models.heads import PolicyModel, ValueModel
 from hydraflow.models.linear import is_plain
 
-KEY = "fsdp_config.dtype"
-"""Key of the dtype, within a role's section."""
+DTYPE_KEY = "fsdp_config.dtype"
+"""Within a role's section."""
 
 
 class RoundedLinear(nn.Linear):
@@ -35,7 +35,7 @@ class RoundedLinear(nn.Linear):
         return product if self.bias is None else product + self.bias
 
 
-def require_rounded_layers(model: PolicyModel | ValueModel, *, key: str = KEY) -> list[nn.Module]:
+def require_rounded_layers(model: PolicyModel | ValueModel, *, key: str = DTYPE_KEY) -> list[nn.Module]:
     """The layers whose products are rounded: plain linear ones, without the output matrix. Raises ConfigError
     if the model has none. `key`: that of the dtype."""
     head = model.hf.get_output_embeddings()

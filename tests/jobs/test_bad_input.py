@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from jobs.command import assert_refused, hydraflow
-from transformers import CanineTokenizer
+from transformers import CanineTokenizer, GPT2Config, GPT2LMHeadModel
 
 from hydraflow.models.tiny import make_model
 
@@ -182,6 +182,25 @@ def test_heads_that_devices_cannot_share(tmp_path: Path, model: Path, data: Path
     key = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
     done = ppo(tmp_path, model, data, "trainer.device=cpu", "trainer.n_gpus_per_node=4", f"{key}=4")
     assert_refused(done, f"{key}=4: must divide the 2 attention heads of the model: 1 or 2", f"-> {key}=2")
+
+
+@pytest.mark.parametrize("job", ["main_ppo", "main_sft"])
+def test_products_that_cannot_be_rounded(tmp_path: Path, model: Path, data: Path, job: str) -> None:
+    """GPT-2's layers are not linear layers."""
+    gpt2 = shutil.copytree(model, tmp_path / "gpt2")
+    for weights in gpt2.glob("*.safetensors"):
+        weights.unlink()
+    config = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=17, bos_token_id=0, eos_token_id=1)
+    GPT2LMHeadModel(config).save_pretrained(gpt2)
+    if job == "main_ppo":
+        key = "actor_rollout_ref.actor.fsdp_config.dtype"
+        done = ppo(tmp_path, gpt2, data, f"{key}=bf32")
+    else:
+        key, chats = "fsdp_config.dtype", tmp_path / "chats.jsonl"
+        chats.write_text(json.dumps({"messages": [*ROW["prompt"], {"role": "assistant", "content": "2"}]}))
+        given = [f"model.path={gpt2}", f"data.train_files={chats}", "data.train_batch_size=1"]
+        done = hydraflow(job, *given, "trainer.n_gpus_per_node=1", f"{key}=bf32", cwd=tmp_path)
+    assert_refused(done, f"{key}=bf32: rounds products", "GPT2LMHeadModel has none", f"-> {key}=bf16")
 
 
 def test_batch_sizes_that_do_not_fit(tmp_path: Path, model: Path, data: Path) -> None:

@@ -44,6 +44,16 @@ def test_every_column_is_added_before_it_is_read(estimator: str, in_loss: bool, 
         assert (name in there) == (estimator == of)
 
 
+def test_every_pass_of_a_model_knows_the_groups_that_stay_together() -> None:
+    kept = config("gae", in_loss=True)
+    kept.trainer.keep_groups = True
+    passes = [phase for phase in step_phases(kept) if "response_mask" in phase.reads]
+    assert {"log-probs", "reference", "values", "critic", "actor"} <= {phase.name for phase in passes}
+    assert all("group" in phase.reads for phase in passes)
+    kept.actor_rollout_ref.model.use_remove_padding = False
+    assert all("group" not in phase.reads for phase in step_phases(kept) if phase.name == "log-probs")
+
+
 def test_the_columns_that_a_kl_term_needs() -> None:
     def reads(name: str, **terms: bool) -> set[str]:
         [phase] = [one for one in step_phases(config(**terms)) if one.name == name]
