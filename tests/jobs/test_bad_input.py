@@ -201,6 +201,7 @@ def test_products_that_cannot_be_rounded(tmp_path: Path, model: Path, data: Path
         given = [f"model.path={gpt2}", f"data.train_files={chats}", "data.train_batch_size=1"]
         done = hydraflow(job, *given, "trainer.n_gpus_per_node=1", f"{key}=bf32", cwd=tmp_path)
     assert_refused(done, f"{key}=bf32: rounds products", "GPT2LMHeadModel has none", f"-> {key}=bf16")
+    assert not list(tmp_path.glob("runs/*/metrics.jsonl")) and "before anything was started" in done.stderr
 
 
 def test_batch_sizes_that_do_not_fit(tmp_path: Path, model: Path, data: Path) -> None:
