@@ -21,6 +21,8 @@ _PERCENT = re.compile(r"\\?%")
 _BRACE = re.compile(r"\\boxed\{|[{}]")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 """Opens mathematics, unlike `\\$`, the sign of a currency."""
+_DOLLARS = re.compile(r"\s+dollars?$")
+"""Of all units the only one that math-verify does not leave out."""
 
 
 def equivalent(solution_str: str, ground_truth: Any) -> dict[str, float]:
@@ -55,13 +57,20 @@ def after_answer(solution_str: str, ground_truth: Any) -> dict[str, float]:
     {'score': -1.0, 'acc': 0.0}
     """
     marked = _ANSWER.findall(solution_str)
-    answer = marked[-1].strip(" *.") if marked else ""
+    answer = marked[-1].strip(" *").rstrip(" *.") if marked else ""
     if not answer:
         answer = last_box(solution_str)
     elif "\\boxed" not in answer:
-        answer = f"\\boxed{{{answer.strip('$')}}}"
+        answer = f"\\boxed{{{_expression(answer)}}}"
     right = equivalent(answer, ground_truth)["acc"]
     return {"score": 2 * right - 1, "acc": right}
+
+
+def _expression(line: str) -> str:
+    """What is between the only two dollar signs of a line, else the line. Of several expressions none is
+    chosen, so that a response cannot list them all."""
+    parts = _DOLLAR.split(line)
+    return parts[1] if len(parts) == 3 else _DOLLARS.sub("", line.strip("$"))
 
 
 def last_box(text: str) -> str:
@@ -70,6 +79,8 @@ def last_box(text: str) -> str:
 
     >>> last_box(r"\boxed{7}. Wait, no: it is \boxed{\frac{1}{2}}, I think. \boxed{3")
     '\\boxed{\\frac{1}{2}}'
+    >>> last_box(r"\boxed{x = \boxed{3}}")
+    '\\boxed{3}'
     """
     open_braces: list[int] = []
     begin = end = 0

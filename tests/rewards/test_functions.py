@@ -90,6 +90,15 @@ def test_forms_of_mathematical_answers(response: str, truth: str, score: float) 
         ("It is 34, or 35. I guess 34.", False),
         (r"It is 34: \boxed{34", False),
         (r"So \boxed{34}, or \boxed{3", True),
+        ("Answer: $34", True),
+        ("Answer: 34 dollars", True),
+        ("Answer: $34$ dollars", True),
+        ("Answer: 34 ways", True),
+        ("Answer: The answer is $34$.", True),
+        ("Answer: $34$, as shown", True),
+        ("Answer: $33$, $34$", False),
+        ("Answer: 34 million", False),
+        ("Answer: .34", False),
     ],
 )
 def test_answers_of_dapo(source: str, response: str, right: bool) -> None:
