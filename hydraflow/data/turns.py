@@ -57,11 +57,11 @@ def end_of_turn(
     tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int, end: int, special: set[int]
 ) -> int:
     """Where the model's own tokens end in the turn ids[start:end]: white space after its end token belongs to
-    the template."""
+    the template. A turn without one ends with the token that opens the next message, at which GLM stops."""
     ends = [i for i in range(start, end) if ids[i] in special]
     if ends and not str(tokenizer.decode(ids[ends[-1] + 1 : end])).strip():
         return ends[-1] + 1
-    return end
+    return end + (end < len(ids) and ids[end] in special)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,15 @@ from hydraflow.protocol import ragged
 
 SPECIAL = [
     *("<|start|>", "<|end|>", "<|endoftext|>", "<|User|>", "<|Assistant|>", "<|channel|>", "<|message|>"),
-    *("<|call|>", "<|return|>", "<|sep|>", "<|outputs_begin|>", "<|outputs_end|>"),
+    *(
+        "<|user|>",
+        "<|assistant|>",
+        "<|call|>",
+        "<|return|>",
+        "<|sep|>",
+        "<|outputs_begin|>",
+        "<|outputs_end|>",
+    ),
     *("<|calls_begin|>", "<|calls_end|>", "<|call_begin|>", "<|call_end|>"),
 ]
 CHAT = "{% for m in messages %}<|start|>{{ m.role }}\n"
@@ -43,6 +51,7 @@ DEEPSEEK = (
     "{{ m.content.split('</think>')[-1] }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
 )
+DEEPSEEK_ENDING = DEEPSEEK.replace("<think>\n{% endif %}", "<think>\n{% else %}<|endoftext|>{% endif %}")
 LAST = "<|end|>\n<|endoftext|>"
 """How PHI3 ends a conversation."""
 HARMONY = (
@@ -50,6 +59,13 @@ HARMONY = (
     "<|message|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
 """As gpt-oss."""
+GLM = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}"
+    "{% if loop.last and '</think>' in m.content %}{{ m.content.split('</think>')[0] }}</think>"
+    "{% else %}<think></think>{% endif %}{{ m.content.split('</think>')[-1].strip() }}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""Its turns have no end token."""
 REPLACES = (
     CHAT
     + "{% if m.role == 'assistant' and not loop.last %}[...]{% else %}{{ m.content }}{% endif %}<|end|>\n"
@@ -110,6 +126,7 @@ def trained_of(
         (CHATML, ["\none"], ["\n\none<|end|>"]),
         (DEEPSEEK, ["one"], ["one<|end|>"]),
         (DEEPSEEK, [REASONED + "one", "two"], ["\n\none<|end|>", "two<|end|>"]),
+        (DEEPSEEK_ENDING, ["one", "two"], ["one<|end|>", "two<|end|>"]),
         (CHATML, ["says <|end|> and goes on", "two"], ["says <|end|> and goes on<|end|>", "two<|end|>"]),
         (PHI3, ["says <|end|> and goes on", "two"], ["says <|end|> and goes on<|end|>", "two" + LAST]),
         (
@@ -127,6 +144,17 @@ def trained_of(
         (PHI3, ["one\n", "two"], ["one\n<|end|>", "two" + LAST]),
         (PHI3, ["", "two"], ["<|end|>", "two" + LAST]),
         (PHI3, ["one", "\ntwo"], ["one<|end|>", "\n\ntwo<|end|>"]),
+        (GLM, ["one", "two"], ["\n<think></think>one<|user|>", "\n<think></think>two"]),
+        (
+            GLM,
+            [REASONED + "one", REASONED + "two"],
+            ["\n<think></think>one<|user|>", "\n<think>\nthree\n</think>two"],
+        ),
+        (
+            GLM,
+            ["It says <|end|> here", "so <|end|>  does this"],
+            ["\n<think></think>It says <|end|> here<|user|>", "\n<think></think>so <|end|>  does this"],
+        ),
     ],
 )
 def test_exactly_the_assistants_tokens_are_trained(
