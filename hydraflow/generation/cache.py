@@ -17,6 +17,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from hydraflow.models.decoding_sizes import with_room
+from hydraflow.models.windows import for_cache
 
 
 class GrowingLayer(DynamicLayer):
@@ -69,8 +70,8 @@ class GrowingLayer(DynamicLayer):
 
 def new_cache(config: PreTrainedConfig, *, growing: bool) -> Cache:
     """An empty cache: our own for models in which every layer attends to every token, else the one that
-    Hugging Face picks."""
-    return Cache(layer_class_to_replicate=GrowingLayer) if growing else DynamicCache(config=config)
+    transformers picks."""
+    return Cache(layer_class_to_replicate=GrowingLayer) if growing else DynamicCache(config=for_cache(config))
 
 
 def join_rows(caches: Sequence[Cache]) -> Cache:

@@ -20,7 +20,9 @@ from hydraflow.generation import attention
 from hydraflow.generation.lean import LeanForward, is_known
 from hydraflow.generation.reordered import ReorderingLinear, reordering_linears
 from hydraflow.generation.widths import joint_cache, takes_joint_cache
+from hydraflow.models.config_keys import is_read
 from hydraflow.models.loading import PLAIN_ATTENTION
+from hydraflow.models.windows import layer_types
 
 
 class NoCache(ValueError):
@@ -133,7 +135,7 @@ def _layer_types(model: PreTrainedModel) -> set[str]:
         or getattr(config, "reorder_and_upcast_attn", False)  # only under the name `eager`
     ):
         return set()
-    if found := getattr(config, "layer_types", None):
+    if found := layer_types(config):
         return set(found)
-    window = getattr(config, "sliding_window", None)
-    return {"full_attention" if window is None else "sliding_attention"}
+    slides = is_read(config, "sliding_window") and getattr(config, "sliding_window", None) is not None
+    return {"sliding_attention" if slides else "full_attention"}

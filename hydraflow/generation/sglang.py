@@ -50,6 +50,7 @@ from hydraflow.generation.sglang_weights import WeightFiles, private_folder
 from hydraflow.generation.stopping import watched
 from hydraflow.generation.weights import Arrivals
 from hydraflow.models.loading import unfilled_model
+from hydraflow.models.windows import without_ignored
 from hydraflow.weights.buckets import Weight
 
 SILENCE_SECONDS = 300.0
@@ -299,7 +300,7 @@ def _save(
     config: PreTrainedConfig, architecture: str, tokenizer: TokenizersBackend | None, folder: Path
 ) -> None:
     """Writes the configuration and the tokenizer, without end tokens: each request has its own."""
-    saved = copy.deepcopy(config)
+    saved = without_ignored(config)
     saved.architectures = [architecture]
     for part in (saved, saved.get_text_config()):
         part.eos_token_id = None

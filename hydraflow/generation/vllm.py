@@ -10,7 +10,6 @@ tokenizer loading, its server, and its statistics.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import operator
 import os
@@ -55,6 +54,7 @@ from hydraflow.generation.vllm_worker import WeightReceiver
 from hydraflow.generation.weights import Arrivals, Assembly
 from hydraflow.models.adapters import add_shapes, is_adapter
 from hydraflow.models.loading import unfilled_model
+from hydraflow.models.windows import without_ignored
 from hydraflow.system.importing import importing
 from hydraflow.weights.buckets import Weight
 
@@ -293,7 +293,7 @@ def build(config: PreTrainedConfig, spec: EngineSpec) -> VllmEngine:
     if spec.adapters is not None:
         add_shapes(spec.adapters, model)
     with tempfile.TemporaryDirectory(prefix="hydraflow-vllm-") as folder:
-        saved = copy.deepcopy(config)
+        saved = without_ignored(config)
         saved.architectures = [type(model).__name__]
         saved.save_pretrained(folder)
         try:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from hydraflow.models.ask import LOG_PROBS, Ask
 from hydraflow.models.attention import pick
 from hydraflow.models.chunks import POST_PROCESSING, head_chunk
+from hydraflow.models.config_keys import is_read
 from hydraflow.models.fused_head import FusedHead, HeadWork, several
 from hydraflow.models.kernel_head import KernelHead, suits
 from hydraflow.models.linear import is_plain
@@ -132,7 +133,7 @@ def shape_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
     and RecurrentGemma soft-cap."""
     config = config.get_text_config()
     for key in POST_PROCESSING:
-        if (value := getattr(config, key, None)) is None:
+        if (value := getattr(config, key, None)) is None or not is_read(config, key):
             continue
         if key in ("final_logit_softcapping", "logits_soft_cap"):
             logits = torch.tanh(logits / value) * value

@@ -27,6 +27,7 @@ from hydraflow.models.config import ModelConfig, ModelSourceConfig
 from hydraflow.models.heads import PolicyModel, ValueModel, backbone_of
 from hydraflow.models.once import resolving
 from hydraflow.models.weight_files import files_to_load, stored_tensor
+from hydraflow.models.windows import layer_types
 from hydraflow.system.own_code import import_modules
 from hydraflow.system.paths import expanded, is_hub_name, model_problems
 
@@ -154,7 +155,7 @@ def packable(config: PreTrainedConfig, model_class: Any) -> bool:
     """Whether rows of this model may be packed: it uses transformers' attention interface, and only plain
     attention mixes tokens."""
     text = config.get_text_config()
-    plain = set(getattr(text, "layer_types", None) or ()) <= PLAIN_ATTENTION
+    plain = set(layer_types(text) or ()) <= PLAIN_ATTENTION
     sinks = text.model_type == "gpt_oss"
     return bool(model_class._supports_attention_backend) and plain and not soft_capped(config) and not sinks
 
@@ -185,7 +186,9 @@ def context_of(config: PreTrainedConfig, owner: str = "the model") -> Context | 
             continue
         if first := table.get("original_max_position_embeddings"):
             return Context(first, f"the {first} positions of {owner}'s short rotary tables (longrope)")
-    return None if most is None else Context(most, f"{owner}'s {most} positions")
+    if most is None or most < 1:  # XLNet has -1: no limit
+        return None
+    return Context(most, f"{owner}'s {most} positions")
 
 
 def causal_class(

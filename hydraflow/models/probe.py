@@ -21,7 +21,7 @@ from hydraflow.protocol import ragged
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-ROWS = ((5, 6), (5, 11), (2, 3), (9, 7))
+ROWS: tuple[tuple[int, int], ...] = ((5, 6), (5, 11), (2, 3), (9, 7))
 """(prompt tokens, response tokens) of each row; the first two rows share their prompt."""
 LIMITS = {torch.float64: 1e-5, torch.float32: 1e-3}
 """Tolerance for log-probabilities, or for hidden states relative to their size; rounding stays below a tenth
@@ -35,12 +35,16 @@ REFUSED = (ArithmeticError, AssertionError, AttributeError, LookupError, Runtime
 """Errors that model code raises for unsupported kinds of calls."""
 
 
-def probe_rows(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts and responses of random tokens, ragged."""
+def probe_rows(vocabulary: int, most: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts and responses of random tokens, ragged; together at most `most` tokens, but two at least."""
     draw = torch.Generator().manual_seed(0)
-    tokens = [[torch.randint(vocabulary, (n,), generator=draw) for n in lengths] for lengths in ROWS]
-    prompts = [tokens[0][0], tokens[0][0], *(prompt for prompt, _ in tokens[2:])]
-    return ragged.from_rows(prompts), ragged.from_rows([response for _, response in tokens])
+    fitting = ROWS
+    if most is not None:
+        prompts = [max(1, min(prompt, most - 1)) for prompt, _ in ROWS]
+        fitting = tuple((n, max(1, min(response, most - n))) for n, (_, response) in zip(prompts, ROWS))
+    tokens = [[torch.randint(vocabulary, (n,), generator=draw) for n in lengths] for lengths in fitting]
+    first = [tokens[0][0], tokens[0][0], *(prompt for prompt, _ in tokens[2:])]
+    return ragged.from_rows(first), ragged.from_rows([response for _, response in tokens])
 
 
 def own_log_probs(

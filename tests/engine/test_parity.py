@@ -17,6 +17,7 @@ from hydraflow import metrics
 from hydraflow.engine.fsdp import parity
 from hydraflow.engine.fsdp.build import hf_name
 from hydraflow.errors import ConfigError
+from hydraflow.models.loading import context_of
 from hydraflow.models.probe import (
     ROUNDED,
     deviation,
@@ -38,6 +39,8 @@ PACKED = {
     "qwen3": transformers.Qwen3Config(**GROUPED),
     "hyperclovax": transformers.HyperCLOVAXConfig(**GROUPED, logits_scaling=0.1),  # multiplies
     "granite": transformers.GraniteConfig(**GROUPED, logits_scaling=8.0),  # divides
+    "llama": transformers.LlamaConfig(**GROUPED, logit_scale=0.5),  # which this type ignores
+    "gpt2": transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=12),
     "mixtral": transformers.MixtralConfig(**GROUPED, num_local_experts=4),
     "phimoe": transformers.PhimoeConfig(**GROUPED, num_local_experts=4, router_jitter_noise=0.1),  # trained
 }
@@ -93,7 +96,8 @@ def test_numbers_and_gradients_are_the_models_own(kind: str, one_rank: None, tmp
     lm = saved((PACKED | PADDED)[kind], tmp_path)
     engine = make_engine(str(tmp_path), {"model": {"enable_gradient_checkpointing": False}})
     assert engine._padded == (kind in PADDED)
-    prompts, responses = probe_rows(SIZES["vocab_size"])
+    context = context_of(lm.config)
+    prompts, responses = probe_rows(SIZES["vocab_size"], context.tokens if context else None)
     mask = torch.ones(len(ragged.parts(responses)[0]), dtype=torch.int64)
     columns = {"prompts": prompts, "responses": responses}
     rows = DataProto.from_dict(

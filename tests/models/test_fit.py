@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,8 +85,12 @@ def test_a_value_head_of_two_classes(copy: Path) -> None:
     look(copy)
 
 
-def test_sizes_that_make_no_model(copy: Path) -> None:
-    rewrite(copy, hidden_size=-5)
+@pytest.mark.parametrize(
+    "wrong",
+    [{"hidden_size": -5}, {"pad_token_id": 1000}, {"num_key_value_heads": 0}, {"hidden_act": "nosuch"}],
+)
+def test_values_that_make_no_model(wrong: dict[str, Any], copy: Path) -> None:
+    rewrite(copy, **wrong)
     [rule] = rules(copy)
     assert rule.startswith("no qwen3 model can be built from its configuration: ")
 

@@ -32,6 +32,7 @@ from hydraflow.models import compiled
 from hydraflow.models.ask import LOG_PROBS
 from hydraflow.models.attention import NAME
 from hydraflow.models.heads import PolicyModel, ValueModel, asked_hidden_states
+from hydraflow.models.loading import context_of
 from hydraflow.models.packing import PackedBatch, pack
 from hydraflow.models.probe import (
     LIMITS,
@@ -95,7 +96,8 @@ def _mismatch(
 ) -> str:
     """Why padded or packed rows cannot be used; empty if they can. Collective."""
     config, raised, found = module.hf.config, "", (float("inf"), float("inf"))
-    rows = probe_rows(_vocabulary(module))
+    context = context_of(config)
+    rows = probe_rows(_vocabulary(module), context.tokens if context else None)
     prompts, responses = (ragged.rows(column) for column in rows)
     published = partial(_as_published, module, prompts, responses, device)
     try:

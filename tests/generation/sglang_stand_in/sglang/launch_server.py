@@ -107,7 +107,7 @@ class Server:
         torch.set_num_threads(1)
         torch.manual_seed(given.random_seed)
         config = AutoConfig.from_pretrained(given.model_path)
-        assert config.eos_token_id is None
+        assert config.eos_token_id is None and not hasattr(config, "attention_chunk_size")
         longest = config.max_position_embeddings
         if given.context_length > longest and not is_set("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"):
             raise ValueError(f"User-specified context_length is greater than the derived ({longest}).")
