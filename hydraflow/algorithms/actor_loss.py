@@ -31,7 +31,8 @@ class ActorLoss:
     - `kl_coef`: ref_log_prob;
     - `distillation`: teacher_log_probs, or teacher_top_log_probs for a loss over the vocabulary;
     - `correction`: rollout_log_probs, or rollout_is_weights if it needs the mini-batch;
-    - a policy loss that selects tokens: chosen_tokens.
+    - a policy loss that selects tokens: chosen_tokens;
+    - `loss_columns`: these.
 
     Metrics: actor/pg_loss and actor/kl_loss are sums (parts of the mini-batch's loss), the others means over
     tokens; actor/ppo_kl is the mean of `old_log_probs - log_probs`.
@@ -42,6 +43,8 @@ class ActorLoss:
     scale_factor: float
     """Divisor of seq-mean-token-sum-norm; unused in other modes."""
     policy_loss: PolicyLoss
+    loss_columns: tuple[str, ...] = ()
+    """Columns that the policy loss takes by name."""
     old_is_this_pass: bool = False
     """Fully on-policy: this pass's own log-probabilities are the old ones; old_log_probs is not read."""
     agg_mode: str = "token-mean"
@@ -68,7 +71,7 @@ class ActorLoss:
         weights = token_weights(mask, self.agg_mode, self.denominators, self.scale_factor, dtype=logp.dtype)
         chosen = columns["chosen_tokens"] & mask.bool() if "chosen_tokens" in columns else None
         tokens = TokenInputs(logp, old_logp, advantages, mask, chosen)
-        terms = self.policy_loss(tokens)
+        terms = self.policy_loss(tokens, **{name: keep(columns[name], mask) for name in self.loss_columns})
         stats = {"actor/ppo_kl": -bounded_log_ratio(tokens).detach()} | terms.stats
         importance, found = self._importance(columns, logp, old_logp)
         policy = terms.loss if importance is None else terms.loss * importance

@@ -52,15 +52,24 @@ class Estimator(Implementation):
     """Its scores are (B, K): the reward function's outputs that `gdpo_reward_keys` names."""
 
 
+OF_LOSSES = ("rollout_log_probs", "ref_log_prob")
+"""Columns that a policy loss may take by name, (B, R) each."""
+
+
 @dataclass(frozen=True)
 class Loss(Implementation):
     """A policy loss: a function of `TokenInputs`. Its keyword arguments have the names of the keys that it
-    reads."""
+    reads, and of columns."""
 
     chooses: Implementation | None = None
     """Selects tokens over the whole mini-batch before the loss (`covariance.TokenChoice`)."""
     stops_below: bool = False
     """A token with a negative advantage and a ratio below 1 - clip_ratio_low has no gradient."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that it takes by name."""
+        return tuple(name for name in self.reads if name in OF_LOSSES)
 
     @property
     def all_reads(self) -> tuple[str, ...]:

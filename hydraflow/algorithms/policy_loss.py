@@ -19,7 +19,7 @@ from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms
 LOG_RATIO_BOUND = 20.0
 
 
-PolicyLoss = Callable[[TokenInputs], TokenTerms]
+PolicyLoss = Callable[..., TokenTerms]
 """A policy loss with its keyword arguments (named like their keys) already bound."""
 
 

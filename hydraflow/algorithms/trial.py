@@ -6,6 +6,8 @@ learns.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from hydraflow.algorithms.advantages import estimate_advantages
@@ -16,13 +18,14 @@ from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms
 ROWS, LENGTH = 4, 3
 
 
-def try_loss(loss: PolicyLoss) -> str | None:
-    """What is wrong with the loss's result for 4 rows of 3 tokens, or None. Its exceptions propagate."""
+def try_loss(loss: PolicyLoss, columns: Sequence[str]) -> str | None:
+    """What is wrong with the loss's result for 4 rows of 3 tokens, or None. Its exceptions propagate.
+    columns: those that it takes by name."""
     draw = torch.Generator().manual_seed(0)
     logp, old, advantages = torch.rand(3, ROWS, LENGTH, generator=draw)
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 1], [1, 1, 1]])
     logp, old = (-mask * logp).requires_grad_(), -mask * old
-    terms = loss(TokenInputs(logp, old, mask * (advantages - 0.5), mask))
+    terms = loss(TokenInputs(logp, old, mask * (advantages - 0.5), mask), **dict.fromkeys(columns, old))
     if not isinstance(terms, TokenTerms):
         return f"returned a {type(terms).__name__}, not TokenTerms(loss, stats)"
     for what, tensor in {"loss": terms.loss, **terms.stats}.items():

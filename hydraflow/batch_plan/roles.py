@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hydraflow.algorithms.config import estimator_of
+from hydraflow.algorithms.config import POLICY_LOSSES, Loss, estimator_of
 from hydraflow.engine.config import MegatronConfig
 from hydraflow.errors import Problem
 from hydraflow.schema import PPOConfig
@@ -46,8 +46,10 @@ def keeps_groups(config: PPOConfig) -> bool:
 
 
 def needs_reference(config: PPOConfig) -> bool:
-    """Whether any KL term is relative to the reference policy."""
-    return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    """Whether a KL term or the user's own policy loss is relative to the reference policy."""
+    actor = config.actor_rollout_ref.actor
+    loss = POLICY_LOSSES.get(actor.policy_loss.loss_mode, Loss())  # an unknown name is reported elsewhere
+    return actor.use_kl_loss or config.algorithm.use_kl_in_reward or "ref_log_prob" in loss.columns
 
 
 def own_reference(config: PPOConfig) -> bool:

@@ -6,12 +6,12 @@ they read. The files are parsed, not run. Left out on purpose: importing them (`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydraflow.algorithms.config import ESTIMATORS, OF_ESTIMATORS, POLICY_LOSSES
+from hydraflow.algorithms.config import ESTIMATORS, OF_ESTIMATORS, OF_LOSSES, POLICY_LOSSES
 from hydraflow.batch_plan.settings import with_value
 from hydraflow.errors import Problem
 from hydraflow.schema import PPOConfig
@@ -91,18 +91,21 @@ def _misfit(choice: OwnChoice, parameters: Parameters) -> str:
     """Why the parameters do not fit; empty: they do."""
     if choice.key == LOSS:
         data, section, begins = 1, "actor or actor.policy_loss", bool(parameters.names)
-        how = "must take the tokens first, then keys of actor by name"
+        columns: Sequence[str] = OF_LOSSES
+        how = f"must take the tokens first, then by name {', '.join(columns)} or keys of actor"
     else:
         first = (names for names in _FIRST_PARAMETERS if parameters.names[: len(names)] == names)
         data = len(next(first, ()))
         section, begins = "algorithm", data > 0
-        columns = ", ".join(OF_ESTIMATORS)
-        how = f"must take scores, or rewards, mask and lengths, then {columns} or keys of algorithm"
+        columns = tuple(OF_ESTIMATORS)
+        how = (
+            f"must take scores, or rewards, mask and lengths, then {', '.join(columns)} or keys of algorithm"
+        )
     if not begins:
         return f"{how}; it takes {', '.join(parameters.names) or 'nothing'}"
     if data == 1 and choice.key == ESTIMATOR and "values" in parameters.names:
         return "takes scores, one per trajectory, so it cannot take values, which are per token"
-    given = {*choice.keys, *(OF_ESTIMATORS if choice.key == ESTIMATOR else ())}
+    given = {*choice.keys, *columns}
     unknown = [name for name in parameters.names[data:] if name not in given | parameters.optional]
     if not unknown:
         return ""

@@ -20,7 +20,7 @@ from functools import partial
 from io import FileIO
 from typing import Any
 
-from hydraflow.algorithms.config import AlgorithmConfig
+from hydraflow.algorithms.config import POLICY_LOSSES, AlgorithmConfig
 from hydraflow.compose.own_functions import ESTIMATOR, own_choices, own_problems
 from hydraflow.errors import ConfigError, Faults, Problem
 from hydraflow.models.config import ModelSourceConfig
@@ -130,7 +130,7 @@ def _try(key: str, given: str, keys: dict[str, Any]) -> None:
         if key == ESTIMATOR:
             why = try_estimator(AlgorithmConfig(adv_estimator=given, **keys))
         else:
-            why = try_loss(partial(loaded, **keys))
+            why = try_loss(partial(loaded, **keys), POLICY_LOSSES[given].columns)
     except Exception as error:  # the user's function may raise anything
         why = f"fails on a few rows: {with_line(error, function.path)}"
         raise ConfigError.one(key, given, why, "correct the function") from error

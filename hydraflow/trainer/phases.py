@@ -58,7 +58,9 @@ def _more_columns(config: PPOConfig) -> tuple[Iterable[str], Sequence[str], Sequ
         in_loss.append("ref_log_prob")
     if is_corrected(config.algorithm.rollout_correction):
         in_loss.append("rollout_log_probs")
-    if POLICY_LOSSES[actor.policy_loss.loss_mode].chooses:
+    policy_loss = POLICY_LOSSES[actor.policy_loss.loss_mode]
+    in_loss += policy_loss.columns
+    if policy_loss.chooses:
         in_loss += ["group", "sample"]
     if config.distillation.enabled:
         in_advantages = config.distillation.distillation_loss.use_policy_gradient

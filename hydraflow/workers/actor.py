@@ -241,6 +241,7 @@ class ActorWorker(TrainedWorker):
         actor = self.spec.actor
         loss = ActorLoss(
             policy_loss=self.policy_loss.bound(actor, actor.policy_loss),
+            loss_columns=self.policy_loss.columns,
             agg_mode=actor.loss_agg_mode,
             scale_factor=actor.loss_scale_factor or self.spec.response_tokens,
             entropy_coeff=entropy_coeff,

@@ -11,12 +11,14 @@ import pytest
 from jobs.command import LOCAL, SMALL_RECIPE, assert_refused, completed, hydraflow, read_steps
 
 from hydraflow.algorithms.config import ESTIMATORS, POLICY_LOSSES
+from hydraflow.batch_plan.roles import own_reference
 from hydraflow.compose.own_functions import ESTIMATOR, LOSS, own_files
 from hydraflow.errors import ConfigError
 from hydraflow.jobs import own_code
 from hydraflow.models.config import ModelConfig
 from hydraflow.schema import PPOConfig
 from hydraflow.tracking.run_folder import RunFolder
+from hydraflow.trainer.phases import step_phases
 
 GOOD = """
 import torch
@@ -26,6 +28,12 @@ def loss(tokens, *, clip_ratio_high, strength=2.0):
     ratio = (tokens.log_probs - tokens.old_log_probs).exp()
     objective = strength * tokens.advantages * ratio.clamp(max=1 + clip_ratio_high)
     return TokenTerms(-objective, {"actor/mine": ratio})
+
+def anchored(tokens, *, rollout_log_probs, ref_log_prob, strength=0.1):
+    drift = tokens.log_probs - ref_log_prob
+    gap = (tokens.old_log_probs - rollout_log_probs).abs()
+    objective = tokens.advantages * tokens.log_probs - strength * drift**2
+    return TokenTerms(-objective, {"actor/drift": drift.detach().abs(), "actor/gap": gap})
 
 def centred(scores, *, group_ids, gamma):
     means = torch.zeros(int(group_ids.max()) + 1).index_add(0, group_ids, scores) / torch.bincount(group_ids)
@@ -59,8 +67,18 @@ def refused(config: PPOConfig) -> str:
     return str(problem)
 
 
-def test_functions_that_fit(choose: Choose) -> None:
-    own_code.check_functions(choose(estimator="centred", loss="loss"))
+@pytest.mark.parametrize("loss", ["loss", "anchored"])
+def test_functions_that_fit(loss: str, choose: Choose) -> None:
+    own_code.check_functions(choose(estimator="centred", loss=loss))
+
+
+def test_a_loss_takes_columns_by_name(choose: Choose) -> None:
+    config = choose(estimator="centred", loss="anchored")
+    phases = {phase.name: phase for phase in step_phases(config)}
+    assert {"rollout_log_probs", "ref_log_prob"} <= {*phases["actor"].reads}
+    assert "ref_log_prob" in phases["reference"].adds and own_reference(config)
+    plain = {phase.name: phase for phase in step_phases(choose(estimator="centred", loss="loss"))}
+    assert "reference" not in plain and "rollout_log_probs" not in plain["actor"].reads
 
 
 def test_the_facts_are_those_of_the_signature(choose: Choose) -> None:
@@ -79,7 +97,7 @@ def test_the_facts_are_those_of_the_signature(choose: Choose) -> None:
 @pytest.mark.parametrize(
     ("text", "names", "words"),
     [
-        (GOOD, {"loss": "nothing"}, "no such function; it has loss, centred, per_token"),
+        (GOOD, {"loss": "nothing"}, "no such function; it has loss, anchored, centred, per_token"),
         (GOOD, {"loss": "centred"}, "its parameter group_ids is not a key of actor or actor.policy_loss"),
         (GOOD, {"estimator": "loss"}, "must take scores, or rewards, mask and lengths"),
         ("def f(): pass\n", {"loss": "f"}, "must take the tokens"),
@@ -177,18 +195,23 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("loss", ["loss", "anchored"])
 def test_a_run_with_functions_and_modules_of_ones_own(
-    tmp_path: Path, recipe_cache: Path, choose: Choose
+    loss: str, tmp_path: Path, recipe_cache: Path, choose: Choose
 ) -> None:
     choose()
     (tmp_path / "library_of_mine.py").write_text("open('imported', 'a').write('x')\n")
     given = [*SMALL_RECIPE, *LOCAL, f"recipe.cache_dir={recipe_cache}"]
     given += ["trainer.total_training_steps=1", "trainer.default_local_dir=run"]
-    given += [f"{ESTIMATOR}=mine.py:per_token", f"{LOSS}=mine.py:loss"]
+    given += [f"{ESTIMATOR}=mine.py:per_token", f"{LOSS}=mine.py:{loss}"]
     given += ["actor_rollout_ref.model.external_lib=library_of_mine"]
     completed("main_ppo", *given, cwd=tmp_path, fresh=True)
     [step] = [row for row in read_steps(tmp_path / "run") if row["step"] == 1]
-    assert step["actor/mine"] == pytest.approx(1.0, abs=0.5) and "critic/vf_loss" in step
+    assert "critic/vf_loss" in step
+    if loss == "loss":
+        assert step["actor/mine"] == pytest.approx(1.0, abs=0.5)
+    else:  # these weights are the reference's
+        assert step["actor/drift"] == pytest.approx(0, abs=1e-5) == step["actor/gap"]
     [start] = json.loads((tmp_path / "run" / "run.json").read_text())["starts"]
     assert (tmp_path / "run" / start["code"][LOSS]["copy"]).read_text() == GOOD
     assert len((tmp_path / "imported").read_text()) >= 2, "in the process that tries it, and in the run's"
