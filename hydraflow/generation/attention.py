@@ -142,8 +142,24 @@ def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 
 
 @by_groups
-def cached_eager_attention(module: nn.Module, *given: Any, **others: Any) -> tuple[Tensor, Tensor | None]:
-    """The model's own eager attention."""
+def cached_eager_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The model's own eager attention. It would repeat a single key head without a copy, and torch would sum
+    its product in an order that depends on the number of rows: so it gets a copy, and nothing to repeat."""
     # what transformers calls for `eager`: a global of the file that defines the layer's forward
     eager = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
-    return eager(module, *given, **others)
+    repeats = getattr(module, "num_key_value_groups", 1)
+    if key.shape[1] > 1 or repeats == 1:
+        return eager(module, query, key, value, attention_mask, **others)
+    module.num_key_value_groups = 1
+    try:
+        copies = (x.repeat(1, repeats, 1, 1) for x in (key, value))
+        return eager(module, query, *copies, attention_mask, **others)
+    finally:
+        module.num_key_value_groups = repeats

@@ -23,6 +23,10 @@ WIDE = SMALL | dict(intermediate_size=256, num_experts_per_tok=2, sliding_window
 CONFIGS: dict[str, PreTrainedConfig] = {
     "mixtral": MixtralConfig(**WIDE, num_local_experts=6),
     "gpt_oss": GptOssConfig(**WIDE | dict(sliding_window=6), num_local_experts=6),
+    "gpt_oss, one key head": GptOssConfig(
+        **WIDE | dict(sliding_window=6, num_attention_heads=2, num_key_value_heads=1, head_dim=16),
+        num_local_experts=6,
+    ),
     "qwen2_moe": Qwen2MoeConfig(
         **WIDE, num_experts=6, moe_intermediate_size=256, shared_expert_intermediate_size=32
     ),
