@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -37,6 +38,8 @@ NUMBERS = {"family": "cpu family", "model": "model"}
 """What identifies a processor -> its key in /proc/cpuinfo."""
 LIMIT_SECONDS = 900
 """Time limit of one benchmark."""
+GRACE_SECONDS = 10.0
+"""Seconds that its processes have to end by themselves after that."""
 QUIET = 0.5
 """The machine counts as quiet if at most this many cores are busy before a benchmark."""
 LOOK_SECONDS = 3.0
@@ -287,14 +290,7 @@ def measure(name: str, bench: Bench, results: Path) -> str | None:
     command = [sys.executable, str(HERE / bench.script), *bench.arguments]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_SECONDS,
-        )
+        done = run(command, os.environ | {"PYTHONPATH": path})
     except subprocess.TimeoutExpired:
         return f"took more than {LIMIT_SECONDS} s"
     if done.returncode:
@@ -304,6 +300,31 @@ def measure(name: str, bench: Bench, results: Path) -> str | None:
     kept = results / f"{name}.json"
     kept.write_text(json.dumps({**facts, "found": list(objects(done.stdout))}, indent=1))
     return None
+
+
+def run(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """Runs a command and captures its output. On Ctrl-C, and after `LIMIT_SECONDS`, which raise
+    subprocess.TimeoutExpired, all processes below it are ended as well: training, with its Ray."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            output = process.communicate(timeout=LIMIT_SECONDS)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            with suppress(psutil.NoSuchProcess):
+                top = psutil.Process(process.pid)
+                end([top, *top.children(recursive=True)])
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, *output)
+
+
+def end(processes: Sequence[psutil.Process]) -> None:
+    """Ends processes, by force those that are left after `GRACE_SECONDS`."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
+    for process in psutil.wait_procs(processes, GRACE_SECONDS)[1]:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def objects(text: str) -> Iterator[dict[str, Any]]:
@@ -407,6 +428,8 @@ def main(arguments: Sequence[str], results: Path = RESULTS, target: Path = PAGE)
     args = parser.parse_args(arguments)
     if unknown := [name for name in args.names if name not in BENCHES]:
         parser.error(f"unknown: {', '.join(unknown)}; must be among {', '.join(BENCHES)}")
+    if not args.page.parent.is_dir():
+        parser.error(f"--page {args.page}: there is no folder {args.page.parent}")
     if args.list:
         print("\n".join(BENCHES))
         return 0

@@ -4,7 +4,8 @@
 
 Prints one JSON object for each step of `STARTS`: for the controller, the workers and Ray's control service
 (gcs_server), MiB of resident memory after that step and after `--steps` more, and the relative growth. The
-early figure includes allocator caches that fill; the late one should be zero.
+early figure includes allocator caches that fill. The late one is the goal and should be zero: fails if it is
+over `MOST_GROWTH` in any kind of process.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -24,10 +26,14 @@ STARTS, BEYOND = (60, 400), 20
 """Steps from which growth is measured; and steps after the last measurement, so that the run is still alive
 then."""
 LIMIT_SECONDS = 800
+"""Time limit of everything; below that of `all.py`, so that there is time to end the run."""
+MOST_GROWTH = 0.01
+
+Sizes = dict[str, float]
+"""Resident MiB by kind of process."""
 
 
-def resident(pid: int) -> dict[str, float]:
-    """Resident MiB by kind of process."""
+def resident(pid: int) -> Sizes:
     found = {"controller": psutil.Process(pid).memory_info().rss / 2**20}
     for process in psutil.Process(pid).children(recursive=True):
         name = " ".join(process.cmdline())
@@ -39,13 +45,28 @@ def resident(pid: int) -> dict[str, float]:
     return found
 
 
-def await_step(metrics: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+def await_step(metrics: Path, step: int, process: subprocess.Popen[bytes], deadline: float) -> None:
     """Waits until the run has logged the step."""
-    deadline = time.monotonic() + LIMIT_SECONDS
     while not metrics.exists() or f'"step": {step},' not in metrics.read_text():
         if process.poll() is not None or time.monotonic() > deadline:
             raise SystemExit(f"the run did not reach step {step}")
         time.sleep(0.2)
+
+
+def sizes_at(
+    marks: Sequence[int], command: Sequence[str], metrics: Path, deadline: float
+) -> dict[int, Sizes]:
+    """Runs a command that logs these steps; what its processes occupy after each. It has ended then."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    found = {}
+    try:
+        for mark in marks:
+            await_step(metrics, mark, process, deadline)
+            found[mark] = resident(process.pid)
+    finally:
+        process.terminate()
+        process.wait()
+    return found
 
 
 def main() -> None:
@@ -54,24 +75,21 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=200)
     args, overrides = parser.parse_known_args()
+    deadline = time.monotonic() + LIMIT_SECONDS
     default_assets(*overrides)
     marks = sorted({start + more for start in STARTS for more in (0, args.steps)})
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "hydraflow.main_ppo", *overrides]
         command += [f"trainer.total_training_steps={marks[-1] + BEYOND}", "trainer.test_freq=-1"]
         command += [f"trainer.default_local_dir={folder}/run", "trainer.val_before_train=false"]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        metrics = Path(folder) / "run" / "metrics.jsonl"
-        found = {}
-        for mark in marks:
-            await_step(metrics, mark, process)
-            found[mark] = resident(process.pid)
-        process.wait(timeout=LIMIT_SECONDS)
+        found = sizes_at(marks, command, Path(folder) / "run" / "metrics.jsonl", deadline)
     for start in STARTS:
         before, after = found[start], found[start + args.steps]
         growth = {kind: after[kind] / before[kind] - 1 for kind in before}
         facts = {"start": start, "steps": args.steps, "before_mib": before, "after_mib": after}
         print(json.dumps(facts | {"growth": growth}))
+    if over := [f"{kind} {more:+.1%}" for kind, more in growth.items() if more > MOST_GROWTH]:
+        raise SystemExit(f"still growing after step {start}, over {MOST_GROWTH:.0%}: {', '.join(over)}")
 
 
 if __name__ == "__main__":

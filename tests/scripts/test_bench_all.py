@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -92,6 +96,45 @@ def test_a_bench_that_fails_says_why(tmp_path: Path) -> None:
     assert not (tmp_path / "one.json").exists()
 
 
+SLEEPS = """
+import pathlib, subprocess, sys, time
+child = subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 60"], start_new_session=True)
+pathlib.Path(sys.argv[1]).write_text(str(child.pid))
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow(short=True)
+def test_a_bench_that_takes_too_long_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even a process in a session of its own that does not end when asked to."""
+    monkeypatch.setattr(benches, "LIMIT_SECONDS", 2.0)
+    monkeypatch.setattr(benches, "GRACE_SECONDS", 0.1)
+    script, kept = tmp_path / "sleeps.py", tmp_path / "pid"
+    script.write_text(SLEEPS)
+    assert measure("one", Bench(str(script), (str(kept),), of_fake), tmp_path) == "took more than 2.0 s"
+    assert_ends(int(kept.read_text()))
+
+
+def assert_ends(pid: int) -> None:
+    """Within a few seconds; an orphan stays a zombie until the first process reaps it."""
+    with suppress(psutil.NoSuchProcess):
+        process, deadline = psutil.Process(pid), time.monotonic() + 10
+        while process.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def test_a_page_without_a_folder_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "--page", str(tmp_path / "none" / "x.md")], tmp_path)
+    assert f"x.md: there is no folder {tmp_path}/none" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_sampling_is_compared_in_the_same_dtype() -> None:
     speeds = {("fp32", "native"): 20, ("fp32", "transformers"): 10}
     speeds |= {("bf16", "native"): 90, ("bf16", "transformers"): 30}
@@ -130,6 +173,51 @@ def test_wrong_advantages_fail_their_bench(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(names, "gae", lambda *given, **knobs: (right(*given, **knobs)[0] * 1.00001, None))
     with pytest.raises(SystemExit, match="GAE differs from the loop by 1e-05 of the largest advantage"):
         bench["main"]()
+
+
+@pytest.fixture
+def growth(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.syspath_prepend(benches.HERE)
+    return runpy.run_path(str(benches.HERE / "growth.py"))
+
+
+LOGS_A_STEP = """
+import os, pathlib, sys, time
+pathlib.Path("pid").write_text(str(os.getpid()))
+pathlib.Path("metrics.jsonl").write_text('{"step": 1, "a": 2}')
+time.sleep(60)
+"""
+
+
+def test_a_run_whose_growth_is_measured_always_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, growth: dict[str, Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = [sys.executable, "-c", LOGS_A_STEP], tmp_path / "metrics.jsonl"
+    sizes = growth["sizes_at"]([1], *given, deadline=time.monotonic() + 30)
+    assert sizes[1]["controller"] > 1 and not psutil.pid_exists(int(Path("pid").read_text()))
+    with pytest.raises(SystemExit, match="the run did not reach step 2"):
+        growth["sizes_at"]([1, 2], *given, deadline=time.monotonic() + 0.5)
+    assert not psutil.pid_exists(int(Path("pid").read_text()))
+
+
+def test_late_growth_fails_its_bench(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], growth: dict[str, Any]
+) -> None:
+    sizes = {60: 1000.0, 260: 1500.0, 400: 2000.0, 600: 2019.0}
+    names = growth["main"].__globals__
+    monkeypatch.setitem(names, "default_assets", lambda *overrides: None)
+    monkeypatch.setitem(
+        names, "sizes_at", lambda *given: {mark: {"workers": size} for mark, size in sizes.items()}
+    )
+    monkeypatch.setattr(sys, "argv", ["growth.py"])
+    growth["main"]()
+    sizes[600] = 2024.0
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match=r"still growing after step 400, over 1%: workers \+1\.2%"):
+        growth["main"]()
+    early, late = benches.objects(capsys.readouterr().out)
+    assert (early["growth"], late["growth"]) == ({"workers": 0.5}, {"workers": pytest.approx(0.012)})
 
 
 @pytest.mark.parametrize("name", ["0.85M", "gpt2"])
