@@ -74,15 +74,17 @@ def test_the_columns_that_a_kl_term_needs() -> None:
         ({"rollout_is_batch_normalize": True}, OldFrom.FIRST_PASS),
         ({"rollout_rs": "token_k1"}, OldFrom.RECOMPUTE),
         ({"bypass_mode": True, "rollout_rs": "token_k1"}, OldFrom.ROLLOUT),
+        ({"use_kl_in_reward": True}, OldFrom.RECOMPUTE),
     ],
 )
-def test_old_log_probs_are_there_before_the_update_where_a_correction_needs_them(
+def test_old_log_probs_are_there_before_the_update_where_something_needs_them(
     given: dict[str, Any], source: OldFrom
 ) -> None:
     made = config()
     made.data.train_batch_size = made.actor_rollout_ref.actor.ppo_mini_batch_size = 8
     for name, value in given.items():
-        setattr(made.algorithm.rollout_correction, name, value)
+        owner = made.algorithm if name == "use_kl_in_reward" else made.algorithm.rollout_correction
+        setattr(owner, name, value)
     assert old_from(made, resolve_plan(made, prompts=None), exact=False) == source
     [update] = [phase for phase in step_phases(made) if phase.name == "actor"]
     asked = bool({"rollout_is", "rollout_rs", "bypass_mode"} & given.keys())
