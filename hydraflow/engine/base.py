@@ -180,7 +180,8 @@ class TrainEngine(Protocol):
         self, micro_batches: Sequence[DataProto], loss_fn: LossFn, ask: Ask = LOG_PROBS
     ) -> dict[str, Metric]:
         """Accumulates the gradient of the loss, summed over ranks, with one reduction at the last
-        micro-batch; adds to earlier calls since the last optimizer step. Returns this rank's metrics."""
+        micro-batch; adds to earlier calls since the last optimizer step. Returns this rank's metrics. After
+        an exception the gradient is as it was before the call."""
 
     def forward_rows(
         self, rows: DataProto, micro_batcher: MicroBatcher, ask: Ask = LOG_PROBS, *, adapter: bool = True

@@ -35,7 +35,7 @@ ROWS = 6
 
 class Trouble:
     """Has memory run out on some ranks at a place of their passes: once, in pass number `at` (from 0), or in
-    all that do not `fit`."""
+    all that do not `fit`. error: what is raised instead."""
 
     def __init__(
         self,
@@ -45,7 +45,9 @@ class Trouble:
         *,
         at: int | None = None,
         fit: Callable[[DataProto], bool] = lambda data: True,
+        error: Exception | None = None,
     ):
+        self.error = error
         self.at, self.fit, self.passes, self.fits = at, fit, -1, True
         self.place, self.mine = place, dist.get_rank() in ranks
         self._engine, self._pack = engine, engine._pack
@@ -107,6 +109,8 @@ class Trouble:
             return
         if self.passes == self.at or not self.fits:
             self.at = None
+            if self.error is not None:
+                raise self.error
             raise torch.OutOfMemoryError("no memory") if dist.get_rank() else RuntimeError(ON_A_CPU)
 
 
@@ -161,6 +165,43 @@ def disturbed(path: str, options: Mapping[str, Any], cases: Sequence[Case]) -> l
         reported, gradient = engine.forward_backward(after, rank_jobs.loss_of), rank_jobs.gradients(engine)
         if reported != wanted[0] or not _equal(gradient, wanted[1]):
             wrong.append(f"{case}: another gradient")
+    return wrong
+
+
+def after_errors(path: str, options: Mapping[str, Any], places: Sequence[str]) -> list[str]:
+    """What is wrong with an update by two calls, if every rank fails in other calls before, between and after
+    them, in the second pass or in the last one."""
+    parts = rank_jobs.my_share(rank_jobs.make_batch()).split(1)
+    everyone, last, wrong = range(dist.get_world_size()), len(parts) - 1, []
+
+    def fail(engine: FSDPEngine) -> None:
+        before = rank_jobs.gradients(engine)
+        for number, place in enumerate(places):
+            trouble = Trouble(engine, place, everyone, at=(1, last)[number % 2], error=ValueError(place))
+            with pytest.raises(ValueError, match=place):
+                engine.forward_backward(parts, trouble.loss(rank_jobs.loss_of))
+            trouble.leave()
+            if not _equal(rank_jobs.gradients(engine), before):
+                wrong.append(f"{place}: another gradient")
+        trouble = Trouble(engine, "layer", everyone, at=1, error=ValueError("forward"))
+        with pytest.raises(ValueError, match="forward"):
+            engine.forward(parts)
+        trouble.leave()
+
+    def update(fail: Callable[[FSDPEngine], None]) -> tuple[dict[str, torch.Tensor], Any, torch.Tensor]:
+        engine = rank_jobs.make_engine(path, options)
+        fail(engine)
+        for some in (parts[:2], parts[2:]):
+            engine.forward_backward(some, rank_jobs.loss_of)
+            fail(engine)
+        gradient, reported = rank_jobs.gradients(engine), engine.optimizer_step()
+        return gradient, reported, ragged.parts(engine.forward(parts).get("log_probs"))[0]
+
+    (gradient, *others), (wanted, *undisturbed) = update(fail), update(lambda engine: None)
+    if not _equal(gradient, wanted):
+        wrong.append("another gradient in the end")
+    if others[0] != undisturbed[0] or not torch.equal(others[1], undisturbed[1]):
+        wrong.append("another update")
     return wrong
 
 

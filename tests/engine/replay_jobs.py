@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 import torch
 import torch.nn.functional as F
 import transformers
@@ -62,6 +64,24 @@ def replayed(
         "gradient": gradients(engine),
         "collect": engine.coordinates().is_collect,
     }
+
+
+def free_after_an_error(path: str, rows: DataProto) -> list[torch.Tensor]:
+    """Log-probabilities without given experts: before calls that end in an error, and after each."""
+
+    def broken(*args: Any, **options: Any) -> Any:
+        raise ValueError("a test")
+
+    engine = rank_jobs.make_engine(path)
+    without = rows.select([name for name in rows.keys() if name != "routed_experts"])
+    found = [engine.forward([without])]
+    with pytest.raises(ValueError, match="a test"):
+        engine.forward_backward([rows], broken)
+    found.append(engine.forward([without]))
+    with pytest.raises(ValueError, match="a test"), patch.object(engine, "_run", broken):
+        engine.forward([rows])
+    found.append(engine.forward([without]))
+    return [ragged.parts(one.get("log_probs"))[0] for one in found]
 
 
 def with_and_without(path: str, options: Mapping[str, Any], kind: str, size: int) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from engine.megatron_models import SIZES
 from hydraflow import metrics
 from hydraflow.algorithms.distillation.config import DistillationLossConfig
 from hydraflow.algorithms.distillation.terms import Distillation
-from hydraflow.engine.base import StepOptions
+from hydraflow.engine.base import OutOfMemory, StepOptions
 from hydraflow.models.ask import Ask
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
@@ -35,33 +35,35 @@ def updated(
     disturbed: bool = False,
 ) -> dict[str, Any]:
     """Optimizer steps with these settings, the rows of each in that many calls; several calls have several
-    passes each; disturbed: after each call there is another one in which the last rank has no memory."""
+    passes each, and another one after each, in which the loss raises; disturbed: and one in which the last
+    rank has no memory."""
     engine = megatron_jobs.make_engine(path, options)
     reported = []
     for number, settings in enumerate(steps):
         for part in rank_jobs.my_share(rank_jobs.make_batch(number), engine).chunk(calls):
             engine.forward_backward(part.split(1) if calls > 1 else [part], rank_jobs.loss_of)
+            if calls > 1:
+                try_in_vain(engine, part, ValueError("a test"))
             if disturbed:
-                try_without_memory(engine, part)
+                try_in_vain(engine, part, MemoryError("a test"), first=dist.get_world_size() - 1)
         reported.append(engine.optimizer_step(settings))
     return {"reported": reported, "weights": rank_jobs.full_weights(engine)}
 
 
-def try_without_memory(engine: Any, rows: DataProto) -> None:
-    from hydraflow.engine.base import OutOfMemory
-
-    left = [MemoryError("a test")] if dist.get_rank() == dist.get_world_size() - 1 else []
+def try_in_vain(engine: Any, rows: DataProto, error: Exception, first: int = 0) -> None:
+    """A call whose loss raises that error, on ranks from `first`."""
+    left = [error] if dist.get_rank() >= first else []
 
     def loss(*args: Any) -> Any:
         if left:
-            raise left.pop()  # only once: the rank then makes a pass over a few tokens, to keep in step
+            raise left.pop()  # only once: without memory the rank then makes a pass over a few tokens
         return rank_jobs.loss_of(*args)
 
     try:
         engine.forward_backward([rows], loss)
-    except OutOfMemory:
+    except (OutOfMemory, ValueError):
         return
-    raise AssertionError("nobody ran out of memory")
+    raise AssertionError("nobody failed")
 
 
 def rows_with_targets(several: bool) -> DataProto:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from engine import oom_jobs as jobs
-from engine import rank_jobs
 from engine.alike import assert_same
 from engine.pool import Ranks
 
@@ -61,9 +60,12 @@ def test_in_a_forward_pass(tiny: str, ranks: Ranks) -> None:
         assert wrong == []
 
 
-def test_another_error_stays_what_it_is(tiny: str) -> None:
-    def broken(output: object, columns: object) -> Any:
-        raise RuntimeError("no kernel for that")
+@pytest.mark.parametrize("layout", ["usual", "kept_weights", "offload_policy", "mixed precision"])
+def test_another_error_leaves_the_gradient_as_it_was(tiny: str, layout: str) -> None:
+    mixed = {"fsdp": {"dtype": "bf16"}}
+    assert jobs.after_errors(tiny, LAYOUTS.get(layout, mixed), jobs.PLACES) == []
 
-    with pytest.raises(RuntimeError, match="no kernel"):
-        rank_jobs.make_engine(tiny).forward_backward([rank_jobs.make_batch()], broken)
+
+def test_another_error_on_two_ranks(tiny: str, ranks: Ranks) -> None:
+    for wrong in ranks.run(jobs.after_errors, tiny, LAYOUTS["usual"], ["loss", "layer_backward"]):
+        assert wrong == []

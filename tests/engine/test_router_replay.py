@@ -111,6 +111,11 @@ def test_after_memory_ran_out(
     check(found, oracles["normalised"])
 
 
+def test_an_error_ends_the_replay(models: Path, given: DataProto) -> None:
+    before, *after = jobs.free_after_an_error(str(models / "normalised"), given)
+    assert all(torch.equal(one, before) for one in after)
+
+
 @pytest.mark.parametrize("layout", FSDP)
 def test_what_fsdp_records(pools: dict[int, Ranks], models: Path, layout: str) -> None:
     ranks, options = FSDP[layout]

@@ -41,7 +41,7 @@ CONFIGURED = StepOptions()
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_calls_add_up_and_a_step_has_its_own_settings(ranks: Ranks, models: Path, layout: str) -> None:
-    """The same as one call with all rows, whatever ran out of memory in between; and steps are those of an
+    """The same as one call with all rows, whatever failed in between; and steps are those of an
     engine which is configured like them. The second shows the betas: after the first, Adam's moments are the
     gradient, whatever they are."""
     path, options = str(models / "qwen3"), LAYOUTS[layout]

@@ -25,7 +25,7 @@ from hydraflow.engine.fsdp import checkpoint, export, lora
 from hydraflow.engine.fsdp.build import build_model
 from hydraflow.engine.fsdp.groups import RankGroups
 from hydraflow.engine.fsdp.oom_recovery import CollectiveCounter, PassRunner
-from hydraflow.engine.fsdp.passes import forget_passes, train_without_noise
+from hydraflow.engine.fsdp.passes import forget_gradients, forget_passes, train_without_noise
 from hydraflow.engine.hf_files import save_whole
 from hydraflow.engine.micro_batcher import InMicroBatches
 from hydraflow.engine.offload import HOST, Offload
@@ -117,12 +117,12 @@ class FSDPEngine(InMicroBatches):
                 recorded.append(line)
             return output
 
-        with nullcontext() if adapter else lora.adapters_off(self.module):
-            for data in micro_batches:
-                runner.run(data, work)
-        if ask.routes or ROUTES in micro_batches[0].keys():
-            self._routers.begin(None)
-        forget_passes(self.module)
+        try:
+            with nullcontext() if adapter else lora.adapters_off(self.module):
+                for data in micro_batches:
+                    runner.run(data, work)
+        finally:
+            self._forget_passes(replayed=ask.routes or ROUTES in micro_batches[0].keys())
         (oom_ranks,) = process_group.all_reduce(torch.tensor([runner.ran_out()])).tolist()
         answers = answers_of(micro_batches, runner.results(oom_ranks), self._head, ask)
         if not recorded:
@@ -139,24 +139,29 @@ class FSDPEngine(InMicroBatches):
         runner: PassRunner[dict[str, Metric]] = PassRunner(self._collectives)
         tally = Tally()
         learn = partial(self._learn, loss_fn=loss_fn, ask=ask, tally=tally)
-        # an earlier call's gradient is already reduced, and must survive an out-of-memory error
+        # an earlier call's gradient is already reduced, and must survive an error
         earlier = {p: p.grad for p in self.module.parameters() if p.grad is not None}
         self.module.zero_grad(set_to_none=True)
-        for data in micro_batches:
-            self._set_gradient_sync(last=data is micro_batches[-1])
-            runner.run(data, learn)
-        for parameter, gradient in earlier.items():
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        square, oom_ranks = process_group.all_reduce(
-            torch.tensor([self._local_square(), runner.ran_out()], dtype=torch.float64)
-        ).tolist()
-        if oom_ranks:
-            for parameter in self.module.parameters():
-                parameter.grad = earlier.get(parameter)
-        reported = runner.results(oom_ranks)  # raises before the norm of earlier calls is replaced
+        replays = ROUTES in micro_batches[0].keys()
+        try:
+            for data in micro_batches:
+                self._set_gradient_sync(last=data is micro_batches[-1])
+                runner.run(data, learn)
+            for parameter, gradient in earlier.items():
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+            square, oom_ranks = process_group.all_reduce(
+                torch.tensor([self._local_square(), runner.ran_out()], dtype=torch.float64)
+            ).tolist()
+            reported = runner.results(oom_ranks)
+        except BaseException:
+            self._forget_passes(replayed=replays)
+            forget_gradients(self.module)
+            for parameter, gradient in earlier.items():
+                parameter.grad = gradient
+            raise
         self._norm = math.sqrt(square / self._groups.copies)  # every copy has the whole gradient
         found = metrics.merge(reported)
-        if ROUTES in micro_batches[0].keys():
+        if replays:
             self._routers.begin(None)
             found["actor/router_replay_changed"] = self._routes.changed_share(tally)
         return found
@@ -276,6 +281,11 @@ class FSDPEngine(InMicroBatches):
         line = self._routes.begin(batch, given, tally)
         self._routers.begin(line)
         return line
+
+    def _forget_passes(self, *, replayed: bool) -> None:
+        forget_passes(self.module)
+        if replayed:
+            self._routers.begin(None)
 
     def _run(self, data: DataProto, batch: PackedBatch, ask: Ask, *, trained: bool) -> Output:
         """The model's outputs for all response tokens, or for the trained ones."""

@@ -21,3 +21,17 @@ def forget_passes(module: nn.Module) -> None:
     often in the next backward pass."""
     assert isinstance(module, FSDPModule)
     module.reset_iter_state()
+
+
+def forget_gradients(module: nn.Module) -> None:
+    """Clears the gradient, including that of passes without a reduction, which FSDP keeps apart from the
+    sharded parameters that `zero_grad` sees."""
+    module.zero_grad(set_to_none=True)
+    for unit in module.modules():
+        if not isinstance(unit, FSDPModule):
+            continue
+        for group in unit._get_fsdp_state()._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):  # there is none before the first pass
+                    parameter.unsharded_param.grad = None

@@ -31,7 +31,6 @@ from hydraflow.engine import process_group
 from hydraflow.engine.base import (
     AS_CONFIGURED,
     LossFn,
-    OutOfMemory,
     StepOptions,
     answers_of,
     columns_of,
@@ -181,8 +180,8 @@ class MegatronEngine(InMicroBatches):
         assert self._ddp is not None, "a frozen model is not trained"
         self._weights.wake()
         self._gradients.wake()
-        earlier = self._take_gradient()
         balance = self._balance_of_rows(micro_batches)
+        earlier = self._take_gradient()
         self._holds_gradient = True
         for chunk in self._ddp:
             chunk.train()
@@ -211,7 +210,7 @@ class MegatronEngine(InMicroBatches):
 
         try:
             found = metrics.merge(self._schedule(step, micro_batches, self._ddp, forward_only=False))
-        except OutOfMemory:
+        except BaseException:
             self._drop_gradient()
             self._add_gradient(earlier)
             reset_counts(self._built.chunks)
