@@ -13,16 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from hydraflow.algorithms.token_terms import ModelOutput
+from hydraflow.engine.config import OptimConfig
 from hydraflow.metrics import Metric
 from hydraflow.models.adapters import Form
 from hydraflow.models.ask import LOG_PROBS, Ask
+from hydraflow.options import option_of
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.coordinates import Coordinates
@@ -55,7 +57,8 @@ class Snapshot(Protocol):
 
 @dataclass(frozen=True)
 class StepOptions:
-    """AdamW settings that override the configuration for one optimizer step; None: no override."""
+    """AdamW settings that override the configuration for one optimizer step; None: no override. Raises
+    ValueError for a value that the configuration key of the same name cannot have."""
 
     lr: float | None = None
     betas: tuple[float, float] | None = None
@@ -63,6 +66,12 @@ class StepOptions:
     weight_decay: float | None = None
     clip_grad: float | None = None
     """Gradient clipping norm."""
+
+    def __post_init__(self) -> None:
+        for field in fields(OptimConfig):
+            value, rule = getattr(self, field.name, None), option_of(field).rule
+            if value is not None and rule is not None and not rule.holds(value):
+                raise ValueError(f"{field.name}={value} {rule.text}")
 
     @contextmanager
     def applied(self, groups: Sequence[dict[str, Any]]) -> Iterator[None]:
@@ -105,6 +114,12 @@ class OutOfMemory(Exception):
     def __init__(self, reports: Sequence[OomReport]):
         super().__init__("; ".join(map(str, reports)))
         self.reports = list(reports)
+
+
+def require_rows(micro_batches: Sequence[DataProto]) -> None:
+    """Raises ValueError if there are no micro-batches."""
+    if not micro_batches:
+        raise ValueError("a call needs at least one micro-batch: every pass is a collective of all ranks")
 
 
 def columns_of(data: DataProto, width: int, device: torch.device) -> dict[str, torch.Tensor]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Ask:
-    """The outputs per response token of a policy. A value model ignores it."""
+    """The outputs per response token of a policy. A value model ignores it. Raises ValueError for a
+    temperature that is not above 0, or a `likeliest` above `among`."""
 
     temperature: float = 1.0
     """Divides the logits; above 0."""
@@ -26,11 +28,25 @@ class Ask:
     """Top-k: return log-probabilities of the k most probable tokens instead of the targets', and their ids
     instead of the entropy, in descending order. No gradients."""
     among: int = 0
-    """With `likeliest`: consider only token ids below this number."""
+    """With `likeliest`: consider only token ids below this number; at least `likeliest`."""
 
     def __post_init__(self) -> None:
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(
+                f"temperature={self.temperature}: log-probabilities need a finite temperature above 0"
+            )
+        if not 0 <= self.likeliest <= self.among:
+            raise ValueError(
+                f"likeliest={self.likeliest} must be from 0 to among={self.among}, the number of token ids to"
+                " consider"
+            )
         more = self.entropy + self.greedy_match + self.sum_pi_squared + (self.likeliest > 0)
         assert more <= 1, "at most one further column"
+
+    def require_vocabulary(self, size: int) -> None:
+        """Raises ValueError if a vocabulary of that size has fewer than `likeliest` tokens."""
+        if self.likeliest > size:
+            raise ValueError(f"likeliest={self.likeliest} is more than the {size} tokens of the vocabulary")
 
     @property
     def trains_entropy(self) -> bool:

@@ -45,9 +45,8 @@ class PolicyModel(nn.Module):
     def forward(self, batch: PackedBatch, ask: Ask) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities of the asked tokens, (K,) or (K, M), and, on request, entropies or another column
         (K,), see `Ask`. At least float32, whatever the model's dtype."""
-        if ask.temperature <= 0:
-            raise ValueError(f"temperature={ask.temperature}: log-probabilities need a temperature above 0")
         head = self.lm.get_output_embeddings()
+        ask.require_vocabulary(len(head.weight))
         hidden = asked_hidden_states(backbone_of(self.lm)[1], batch, head.weight.dtype)
         chunk = head_chunk(self.chunk_tokens, len(head.weight), hidden.element_size())
         if not is_plain(head):

@@ -118,11 +118,13 @@ def pack(
     bool, selects the response tokens to score; default all. `multiple_of`: a packed line is padded with a row
     of zeros to a multiple of this length. `routes`: the rows' `routed_experts`, if given; only prompts whose
     tokens go to the same experts are shared. `targets`: the rows' `target_tokens`, if given. Raises
-    ValueError when a row has an empty prompt (nothing would predict its first response token)."""
+    ValueError when a row has an empty prompt (nothing would predict its first response token), or another
+    number of targets than response tokens."""
     prompt_ids, prompt_len = ragged.parts(prompts)
     response_ids, response_len = ragged.parts(responses)
     if bool((prompt_len == 0).any()):
         raise ValueError("a row has an empty prompt: nothing would predict its first response token")
+    scored = response_ids if targets is None else _matching(targets, response_len)
     own, answered = _coordinates(prompt_len), _coordinates(response_len)
     rows = _Rows(prompt_ids, prompt_len, *own, response_ids, response_len, *answered)
     layout = (
@@ -134,7 +136,6 @@ def pack(
         layout.response_starts[rows.response_row] + rows.response_at - 1,
     )
     width = int(response_len.max()) if len(response_len) else 0
-    scored = response_ids if targets is None else ragged.parts(targets)[0]
     asked = (before, scored, rows.response_row * width + rows.response_at)
     predicts_at, targets, cells = (column if wanted is None else column[wanted] for column in asked)
     return PackedBatch(
@@ -150,11 +151,20 @@ def pack(
 
 
 def pack_rows(
-    data: DataProto, *, device: torch.device, trained: bool, padded: bool = False, multiple_of: int = 1
+    data: DataProto,
+    *,
+    device: torch.device,
+    trained: bool,
+    vocabulary: int,
+    padded: bool = False,
+    multiple_of: int = 1,
 ) -> PackedBatch:
     """`pack` of rows with their `routed_experts` and `target_tokens`, if they have any. trained: score only
-    the tokens whose response_mask is set."""
+    the tokens whose response_mask is set. Raises ValueError for target tokens that are not below
+    `vocabulary`."""
     given: dict[str, Any] = dict(data.items())
+    if "target_tokens" in given:
+        _require_ids(ragged.parts(given["target_tokens"])[0], vocabulary)
     return pack(
         given["prompts"],
         given["responses"],
@@ -165,6 +175,27 @@ def pack_rows(
         routes=given.get("routed_experts"),
         targets=given.get("target_tokens"),
     )
+
+
+def _matching(targets: torch.Tensor, response_len: torch.Tensor) -> torch.Tensor:
+    """The targets of all rows, one after the other."""
+    found, lengths = ragged.parts(targets)
+    if not torch.equal(lengths, response_len):
+        row = int((lengths != response_len).nonzero()[0])
+        raise ValueError(
+            f"row {row}: target_tokens has length {int(lengths[row])}, responses has length"
+            f" {int(response_len[row])}; each response token needs one target, or K in a further dimension"
+        )
+    return found
+
+
+def _require_ids(tokens: torch.Tensor, vocabulary: int) -> None:
+    if tokens.numel() == 0:
+        return
+    low, high = (int(bound) for bound in tokens.aminmax())
+    if low < 0 or high >= vocabulary:
+        wrong = low if low < 0 else high
+        raise ValueError(f"target_tokens has id {wrong}: ids must be from 0 to {vocabulary - 1}")
 
 
 def _side_by_side(rows: _Rows) -> _Layout:

@@ -106,6 +106,28 @@ def asked(path: str, options: Mapping[str, Any], several: bool) -> dict[str, Any
     }
 
 
+def refusals(path: str, options: Mapping[str, Any]) -> list[str]:
+    """What an engine says to wrong requests."""
+    engine, rows = megatron_jobs.make_engine(path, options), rank_jobs.make_batch()
+    responses = ragged.rows(rows.get("responses"))
+    wrong_targets = ([torch.cat([row, row]) for row in responses], [row + VOCABULARY for row in responses])
+    given = [rows.with_columns({"target_tokens": ragged.from_rows(each)}) for each in wrong_targets]
+    calls = [
+        *(lambda one=one: engine.forward([one]) for one in given),
+        lambda: engine.forward([]),
+        lambda: engine.forward_backward([], rank_jobs.loss_of),
+        lambda: engine.forward([rows], Ask(likeliest=VOCABULARY + 1, among=VOCABULARY + 1)),
+    ]
+    said = []
+    for call in calls:
+        try:
+            call()
+            said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
 def distilled(path: str, options: Mapping[str, Any], mode: str, most: int) -> dict[str, Any]:
     """The model learns from itself at another temperature, on all tokens of its likeliest or of all: the loss
     of this rank's rows, and the gradient."""

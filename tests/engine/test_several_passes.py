@@ -103,6 +103,27 @@ def test_given_tokens_at_every_position(ranks: Ranks, models: Path, layout: str,
     assert_learned(answers, lm)
 
 
+def check_refusals(said: list[str]) -> None:
+    expected = [
+        "row 0: target_tokens has length 2, responses has length 1",
+        f"ids must be from 0 to {jobs.VOCABULARY - 1}",
+        "at least one micro-batch",
+        "at least one micro-batch",
+        f"likeliest={jobs.VOCABULARY + 1} is more than the {jobs.VOCABULARY} tokens",
+    ]
+    for text, part in zip(said, expected, strict=True):
+        assert part in text
+
+
+def test_wrong_requests_are_refused(models: Path) -> None:
+    check_refusals(jobs.refusals(str(models / "qwen3"), {}))
+
+
+def test_megatron_refuses_wrong_requests(ranks: Ranks, models: Path) -> None:
+    for said in ranks.run(jobs.refusals, str(models / "qwen3"), ALL_LAYOUTS["Megatron, tensor parallel"]):
+        check_refusals(said)
+
+
 @pytest.mark.parametrize("mode", ["forward_kl_topk", "reverse_kl"])
 @pytest.mark.parametrize(
     "layout", ["sharded", "shared tokens", "Megatron, tensor parallel", "Megatron, stages", "chunks"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +19,10 @@ from hydraflow.models import attention, loading
 from hydraflow.models.ask import LOG_PROBS, Ask
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.heads import PolicyModel, ValueModel
-from hydraflow.models.packing import pack
+from hydraflow.models.packing import pack, pack_rows
 from hydraflow.models.tiny import make_model
 from hydraflow.protocol import ragged
+from hydraflow.protocol.batch import DataProto
 
 CPU = torch.device("cpu")
 SIZES = dict(
@@ -275,6 +277,29 @@ def test_empty_prompt_is_refused() -> None:
         pack(prompts, ragged.from_rows([torch.tensor([1]), torch.tensor([1])]), device=CPU)
 
 
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ([[2, 2], [3, 4, 5]], "row 0: target_tokens has length 2, responses has length 1"),
+        ([[2], [3, 4, 5, 6]], "row 1: target_tokens has length 4, responses has length 3"),
+        ([[2], [3, 9, 5]], "target_tokens has id 9: ids must be from 0 to 8"),
+        ([[2], [3, 4, -1]], "target_tokens has id -1: ids must be from 0 to 8"),
+    ],
+)
+def test_targets_that_do_not_match_are_refused(targets: list[list[int]], message: str) -> None:
+    columns = {"prompts": [[1], [1]], "responses": [[1], [1, 1, 1]], "response_mask": [[1], [1, 1, 1]]}
+
+    def packed(targets: list[list[int]]) -> list[int]:
+        given = columns | {"target_tokens": targets}
+        rows = {name: ragged.from_rows(list(map(torch.tensor, column))) for name, column in given.items()}
+        found = pack_rows(DataProto.from_dict(rows), device=CPU, trained=False, vocabulary=9)
+        return found.targets.tolist()
+
+    assert packed([[0], [3, 4, 8]]) == [0, 3, 4, 8]
+    with pytest.raises(ValueError, match=message):
+        packed(targets)
+
+
 def test_chunks_change_nothing() -> None:
     whole, _, _ = models_of(CONFIGS["qwen3"](), chunk=1000)
     split, _, _ = models_of(CONFIGS["qwen3"](), chunk=4)
@@ -317,10 +342,19 @@ def test_full_logits_never_stay(tmp_path: Path) -> None:
     assert not [shape for shape in kept if shape and shape[-1] == SIZES["vocab_size"]]
 
 
-def test_temperature_of_zero_is_refused() -> None:
-    ours, _, _ = models_of(CONFIGS["qwen3"]())
-    with pytest.raises(ValueError, match="above 0"):
-        ours(pack(*rows_of([(1, 1)]), device=CPU), Ask(temperature=0.0))
+def test_temperatures_are_above_zero() -> None:
+    for wrong in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"temperature={wrong}: .* above 0"):
+            Ask(temperature=wrong)
+
+
+def test_more_tokens_than_there_are_are_refused() -> None:
+    for wrong in (dict(likeliest=2), dict(likeliest=3, among=2), dict(likeliest=-1, among=2)):
+        with pytest.raises(ValueError, match=f"likeliest={wrong['likeliest']} must be from 0 to among="):
+            Ask(**wrong)  # type: ignore[arg-type]
+    Ask(likeliest=3, among=5).require_vocabulary(3)
+    with pytest.raises(ValueError, match="likeliest=3 is more than the 2 tokens"):
+        Ask(likeliest=3, among=5).require_vocabulary(2)
 
 
 def test_dynamic_model_mapping_names_no_causal_model() -> None:

@@ -19,12 +19,21 @@ from torch.distributed.fsdp import FSDPModule
 from hydraflow import metrics
 from hydraflow.engine import optim as optimizers
 from hydraflow.engine import process_group
-from hydraflow.engine.base import AS_CONFIGURED, LossFn, StepOptions, answers_of, columns_of, model_output
+from hydraflow.engine.base import (
+    AS_CONFIGURED,
+    LossFn,
+    StepOptions,
+    answers_of,
+    columns_of,
+    model_output,
+    require_rows,
+)
 from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.engine.fsdp import checkpoint, export, lora
 from hydraflow.engine.fsdp.build import build_model
 from hydraflow.engine.fsdp.groups import RankGroups
 from hydraflow.engine.fsdp.oom_recovery import CollectiveCounter, PassRunner
+from hydraflow.engine.fsdp.parity import vocabulary_of
 from hydraflow.engine.fsdp.passes import forget_gradients, forget_passes, train_without_noise
 from hydraflow.engine.hf_files import save_whole
 from hydraflow.engine.micro_batcher import InMicroBatches
@@ -104,6 +113,7 @@ class FSDPEngine(InMicroBatches):
         self, micro_batches: Sequence[DataProto], ask: Ask = LOG_PROBS, *, adapter: bool = True
     ) -> DataProto:
         """See `TrainEngine`. Float32 columns on the CPU (float64 when the model computes in it)."""
+        require_rows(micro_batches)
         self._param_offload.wake()
         self.module.eval()
         runner: PassRunner[Output] = PassRunner(self._collectives)
@@ -133,6 +143,7 @@ class FSDPEngine(InMicroBatches):
         self, micro_batches: Sequence[DataProto], loss_fn: LossFn, ask: Ask = LOG_PROBS
     ) -> dict[str, Metric]:
         """See `TrainEngine`. Only tokens whose response_mask is set pass through the head."""
+        require_rows(micro_batches)
         assert self._optim is not None, "a frozen model is not trained"
         self._param_offload.wake()
         train_without_noise(self.module)
@@ -296,7 +307,8 @@ class FSDPEngine(InMicroBatches):
         return self._ulysses.compute(batch, partial(self.module, ask=ask), real)
 
     def _pack(self, data: DataProto, device: torch.device, *, trained: bool) -> PackedBatch:
-        return pack_rows(data, device=device, trained=trained, padded=self._padded)
+        vocabulary = vocabulary_of(self.module)
+        return pack_rows(data, device=device, trained=trained, vocabulary=vocabulary, padded=self._padded)
 
     def _set_gradient_sync(self, *, last: bool) -> None:
         """Reduces gradients in the last micro-batch only. Until then weights stay gathered, too, unless

@@ -97,7 +97,7 @@ def _mismatch(
     """Why padded or packed rows cannot be used; empty if they can. Collective."""
     config, raised, found = module.hf.config, "", (float("inf"), float("inf"))
     context = context_of(config)
-    rows = probe_rows(_vocabulary(module), context.tokens if context else None)
+    rows = probe_rows(vocabulary_of(module), context.tokens if context else None)
     prompts, responses = (ragged.rows(column) for column in rows)
     published = partial(_as_published, module, prompts, responses, device)
     try:
@@ -124,7 +124,7 @@ def _mismatch(
     return raised or f"the numbers are off by {worst:.2g} from those of the model's own forward pass"
 
 
-def _vocabulary(module: PolicyModel | ValueModel) -> int:
+def vocabulary_of(module: PolicyModel | ValueModel) -> int:
     """Vocabulary size that both embeddings and head cover."""
     try:
         embedded = int(module.hf.get_input_embeddings().num_embeddings)

@@ -35,6 +35,7 @@ from hydraflow.engine.base import (
     answers_of,
     columns_of,
     model_output,
+    require_rows,
 )
 from hydraflow.engine.config import MegatronConfig, OptimConfig
 from hydraflow.engine.hf_files import save_whole
@@ -135,6 +136,7 @@ class MegatronEngine(InMicroBatches):
         self, micro_batches: Sequence[DataProto], ask: Ask = LOG_PROBS, *, adapter: bool = True
     ) -> DataProto:
         """See `TrainEngine`. Ranks other than the last stage's return zeros."""
+        require_rows(micro_batches)
         assert adapter, "there are no adapters"
         self._weights.wake()
         chunks = list(self._built.chunks)
@@ -177,6 +179,7 @@ class MegatronEngine(InMicroBatches):
         self, micro_batches: Sequence[DataProto], loss_fn: LossFn, ask: Ask = LOG_PROBS
     ) -> dict[str, Metric]:
         """See `TrainEngine`. Only ranks of the last stage have the loss's metrics."""
+        require_rows(micro_batches)
         assert self._ddp is not None, "a frozen model is not trained"
         self._weights.wake()
         self._gradients.wake()
@@ -373,7 +376,14 @@ class MegatronEngine(InMicroBatches):
         tensor = self._place.tensor_size if self._trunk.config.sequence_parallel else 1
         multiple_of = tensor * self._place.context_size
         padded = not self._model.use_remove_padding
-        found = pack_rows(data, device=self._device, trained=trained, padded=padded, multiple_of=multiple_of)
+        found = pack_rows(
+            data,
+            device=self._device,
+            trained=trained,
+            vocabulary=self._built.names.shape.vocabulary,
+            padded=padded,
+            multiple_of=multiple_of,
+        )
         return found.in_a_line(multiple_of) if padded else found
 
     def _make_routes(self) -> Routes | None:
@@ -473,6 +483,7 @@ class MegatronEngine(InMicroBatches):
         if not policy:
             values = torch.mv(asked, self._trunk.score.weight[0])
             return values.to(torch.promote_types(values.dtype, torch.float32)), None
+        ask.require_vocabulary(self._built.names.shape.vocabulary)
         return VocabularyParallelHead.apply(
             asked, self._trunk.output_weight(), batch.targets, ask, self._share
         )
