@@ -211,6 +211,23 @@ def test_groups_stay_together_if_there_are_enough_of_them(by_rows: bool, fewest:
     assert restored.get("group").tolist() == data.get("group").tolist()
 
 
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (MicroPlan(rows=None, max_tokens=30), [[0, 5], [1, 2], [3, 4]]),
+        (MicroPlan(rows=None, max_tokens=30, unit=2), [[0, 1], [2, 3], [4, 5]]),
+        (MicroPlan(rows=None, max_tokens=30, whole_groups=True), [[0, 1], [2, 3], [4, 5]]),
+        (MicroPlan(rows=3, max_tokens=None), [[0, 1, 2], [3, 4, 5]]),
+        (MicroPlan(rows=3, max_tokens=None, whole_groups=True), [[0, 1], [2, 3], [4, 5]]),
+    ],
+)
+def test_a_plan_says_what_stays_together(size: MicroPlan, expected: list[list[int]]) -> None:
+    group = DataProto.from_dict({"group": torch.tensor([8, 8, 5, 5, 6, 6])})
+    found = MicroBatcher(size, "x").cut(lengths(20, 10, 15, 15, 10, 8).union(group), lambda own, how: own)
+    order = iter(found.order.tolist())
+    assert sorted(sorted(next(order) for _ in range(len(part))) for part in found.parts) == expected
+
+
 def test_dead_rows_are_in_no_group() -> None:
     """Three of a group of three repeat its last row: they cost nothing and are next to it."""
     data = lengths(*[9] * 6).union(
