@@ -190,6 +190,17 @@ def test_neighbours_share_a_prompt_only_if_all_of_it_is_equal() -> None:
     assert packed.input_ids.tolist() == [[1, 2, 3, 1, 2, 4, 1, 2, 1, 2, 3]]
 
 
+def test_neighbours_share_a_prompt_only_if_all_of_it_goes_to_the_same_experts() -> None:
+    experts = [[1, 2], [1, 2], [1, 3], [1, 2], [4, 2]]  # of the prompt's tokens in each row
+    batch = pack(
+        ragged.from_rows([torch.tensor([5, 6])] * 5),
+        ragged.from_rows([torch.tensor([7])] * 5),
+        device=CPU,
+        routes=ragged.from_rows([torch.tensor(row)[:, None, None] for row in experts]),
+    )
+    assert batch.input_ids.tolist() == [[5, 6] * 4]
+
+
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-window", "llama"])
 def test_shared_prompts_change_neither_numbers_nor_gradients(
     name: str, monkeypatch: pytest.MonkeyPatch
