@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
-from hydraflow.trainer.mini_batches import MiniBatches, cut_mini_batches
+from hydraflow.protocol.batch import DataProto
+from hydraflow.trainer.mini_batches import MiniBatches, cut_mini_batches, dispatched
 
 
 def plan_of(ranks: int, prompts: int, samples: int = 1, *, whole: bool = False) -> RolePlan:
@@ -40,12 +42,13 @@ def mini_batches(cut: MiniBatches, ranks: int) -> list[list[int]]:
 
 
 def test_prompt_order_without_balancing() -> None:
-    """Two ranks, two mini-batches of two prompts with two samples: rank 0 gets the first half of each
+    """Two ranks, two mini-batches of four prompts with two samples: rank 0 gets the first half of each
     mini-batch."""
-    plan = plan_of(ranks=2, prompts=2, samples=2)
-    cut = cut_mini_batches(np.ones(8), equal_groups(8, 2), plan, balance=False, shuffle_key=None)
-    assert cut.order.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
-    assert cut.rows_per_rank == [2, 2] and cut.live.all()
+    plan = plan_of(ranks=2, prompts=4, samples=2)
+    lengths = np.array([1, 9, 2, 8, 7, 3, 6, 5, 9, 1, 8, 2, 3, 7, 4, 6])
+    cut = cut_mini_batches(lengths, equal_groups(16, 2), plan, balance=False, shuffle_key=None)
+    assert cut.order.tolist() == [0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15]
+    assert cut.rows_per_rank == [4, 4] and cut.live.all()
 
 
 def test_balancing_pairs_long_rows_with_short_ones() -> None:
@@ -157,3 +160,27 @@ def test_as_many_groups_for_each_rank_where_they_are_equal() -> None:
     assert cut.live.all() and cut.rows_per_rank == [4]
     in_order = cut_mini_batches(lengths, groups, plan, balance=False, shuffle_key=None)
     assert in_order.order.tolist() == list(range(8))
+
+
+@pytest.mark.parametrize(("balance", "first"), [(False, [0, 1, 2, 3]), (True, [0, 1, 2])])
+def test_groups_of_other_sizes_are_kept_and_balanced_by_tokens(balance: bool, first: list[int]) -> None:
+    """Groups of 3, 1, 1 and 1 rows of equal lengths, on two ranks."""
+    groups, plan = np.array([0, 0, 0, 1, 2, 3]), plan_of(ranks=2, prompts=4, whole=True)
+    cut = cut_mini_batches(np.full(6, 10), groups, plan, balance=balance, shuffle_key=None)
+    mine, _ = np.split(cut.order, 2)
+    assert sorted(mine[cut.live[: len(mine)]].tolist()) == first
+
+
+def test_dead_rows_and_other_sizes_are_dispatched_with_the_rows() -> None:
+    rows, plan = DataProto.from_dict({"number": torch.arange(5)}), plan_of(ranks=2, prompts=2)
+
+    def sent(count: int) -> DataProto:
+        lengths, groups = np.ones(count), np.arange(count)
+        cut = cut_mini_batches(lengths, groups, plan, balance=False, shuffle_key=None)
+        return dispatched(rows, cut, plan)
+
+    assert sent(4).get("number").tolist() == [0, 2, 1, 3] and list(sent(4).keys()) == ["number"]
+    assert sent(3).get("live").tolist() == [True, True, True, False]
+    assert sent(4).meta_info == sent(3).meta_info == {}
+    plan = plan_of(ranks=2, prompts=4)
+    assert sent(5).meta_info == {"rows_per_rank": [2, 1]}, "the second is smaller than planned"
