@@ -112,8 +112,6 @@ def load_tokenizer(
         rule = "its tokenizer has no chat template, which prompts need: text is one message of the user"
         remedy = f"{field}.custom_chat_template=<Jinja template>, or an instruct model"
         raise ConfigError.one(key, path, rule, remedy)
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
