@@ -32,7 +32,7 @@ class ActorLoss:
     - `distillation`: teacher_log_probs, or teacher_top_log_probs for a loss over the vocabulary;
     - `correction`: rollout_log_probs, or rollout_is_weights if it needs the mini-batch;
     - a policy loss that selects tokens: chosen_tokens;
-    - `loss_columns`: these.
+    - `loss_columns`: the columns that it names.
 
     Metrics: actor/pg_loss and actor/kl_loss are sums (parts of the mini-batch's loss), the others means over
     tokens; actor/ppo_kl is the mean of `old_log_probs - log_probs`.
@@ -52,7 +52,7 @@ class ActorLoss:
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus; if it is not 0, `output.entropy` is required."""
     kl_coef: float | None = None
-    """Weight of the KL penalty; None: no KL term, and no reference is needed."""
+    """Weight of the KL penalty; None: no KL term."""
     kl_type: str = "low_var_kl"
     """A name of KL_ESTIMATORS."""
     distillation: Distillation | None = None

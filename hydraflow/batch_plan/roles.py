@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hydraflow.algorithms.config import POLICY_LOSSES, Loss, estimator_of
+from hydraflow.algorithms.config import BYPASS_LOSSES, POLICY_LOSSES, Loss, estimator_of
 from hydraflow.engine.config import MegatronConfig
 from hydraflow.errors import Problem
 from hydraflow.schema import PPOConfig
@@ -45,11 +45,20 @@ def keeps_groups(config: PPOConfig) -> bool:
     return config.trainer.keep_groups and config.actor_rollout_ref.model.use_remove_padding
 
 
+def policy_loss(config: PPOConfig) -> Loss:
+    """The policy loss: in bypass mode `rollout_correction.loss_type` may replace the configured one."""
+    correction = config.algorithm.rollout_correction
+    instead = BYPASS_LOSSES.get(correction.loss_type, Loss()) if correction.bypass_mode else Loss()
+    if instead.where:
+        return instead
+    # an unknown name is reported elsewhere
+    return POLICY_LOSSES.get(config.actor_rollout_ref.actor.policy_loss.loss_mode, Loss())
+
+
 def needs_reference(config: PPOConfig) -> bool:
-    """Whether a KL term or the user's own policy loss is relative to the reference policy."""
-    actor = config.actor_rollout_ref.actor
-    loss = POLICY_LOSSES.get(actor.policy_loss.loss_mode, Loss())  # an unknown name is reported elsewhere
-    return actor.use_kl_loss or config.algorithm.use_kl_in_reward or "ref_log_prob" in loss.columns
+    """Whether a KL term or the policy loss is relative to the reference policy."""
+    in_loss = config.actor_rollout_ref.actor.use_kl_loss or "ref_log_prob" in policy_loss(config).columns
+    return in_loss or config.algorithm.use_kl_in_reward
 
 
 def own_reference(config: PPOConfig) -> bool:

@@ -6,7 +6,7 @@ they read. The files are parsed, not run. Left out on purpose: importing them (`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ def _misfit(choice: OwnChoice, parameters: Parameters) -> str:
     """Why the parameters do not fit; empty: they do."""
     if choice.key == LOSS:
         data, section, begins = 1, "actor or actor.policy_loss", bool(parameters.names)
-        columns: Sequence[str] = OF_LOSSES
+        columns: tuple[str, ...] = OF_LOSSES
         how = f"must take the tokens first, then by name {', '.join(columns)} or keys of actor"
     else:
         first = (names for names in _FIRST_PARAMETERS if parameters.names[: len(names)] == names)
@@ -109,4 +109,5 @@ def _misfit(choice: OwnChoice, parameters: Parameters) -> str:
     unknown = [name for name in parameters.names[data:] if name not in given | parameters.optional]
     if not unknown:
         return ""
-    return f"its parameter {unknown[0]} is not a key of {section}, and has no default"
+    named = ", ".join(columns)
+    return f"its parameter {unknown[0]} is not a key of {section}, nor one of {named}, and has no default"

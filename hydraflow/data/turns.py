@@ -57,11 +57,17 @@ def end_of_turn(
     tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int, end: int, special: set[int]
 ) -> int:
     """Where the model's own tokens end in the turn ids[start:end]: white space after its end token belongs to
-    the template. A turn without one ends with the token that opens the next message, at which GLM stops."""
+    the template. A turn without one ends with the control token that opens the next message, at which GLM
+    stops; so a conversation's last turn has none there."""
     ends = [i for i in range(start, end) if ids[i] in special]
     if ends and not str(tokenizer.decode(ids[ends[-1] + 1 : end])).strip():
         return ends[-1] + 1
-    return end + (end < len(ids) and ids[end] in special)
+    last = next((token for token in reversed(ids[start:end]) if str(tokenizer.decode(token)).strip()), None)
+    is_closed = last in tokenizer.added_tokens_decoder  # </tool_call>, for example, which may not be special
+    if is_closed or end == len(ids):
+        return end
+    opens = ids[end] in special - {tokenizer.bos_token_id, tokenizer.pad_token_id}
+    return end + 1 if opens else end
 
 
 @dataclass(frozen=True)

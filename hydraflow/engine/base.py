@@ -116,7 +116,7 @@ class OutOfMemory(Exception):
         self.reports = list(reports)
 
 
-def require_rows(micro_batches: Sequence[DataProto]) -> None:
+def require_micro_batches(micro_batches: Sequence[DataProto]) -> None:
     """Raises ValueError if there are no micro-batches."""
     if not micro_batches:
         raise ValueError("a call needs at least one micro-batch: every pass is a collective of all ranks")

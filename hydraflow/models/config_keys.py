@@ -11,7 +11,7 @@ from typing import Any
 
 def is_transformers(config: Any) -> bool:
     """Whether the configuration's type is one of transformers', not of a model's own code."""
-    return type(config).__module__.startswith("transformers.")
+    return type(config).__module__.startswith("transformers.models.")
 
 
 def is_read(config: Any, key: str) -> bool:

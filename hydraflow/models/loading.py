@@ -24,6 +24,7 @@ from hydraflow.errors import ConfigError, Problem, first_line
 from hydraflow.models.attention import NAME, register_attention
 from hydraflow.models.cache import cached_snapshot, from_hub
 from hydraflow.models.config import ModelConfig, ModelSourceConfig
+from hydraflow.models.config_keys import is_read
 from hydraflow.models.heads import PolicyModel, ValueModel, backbone_of
 from hydraflow.models.once import resolving
 from hydraflow.models.weight_files import files_to_load, stored_tensor
@@ -160,7 +161,8 @@ def packable(config: PreTrainedConfig, model_class: Any) -> bool:
 
 def soft_capped(config: PreTrainedConfig) -> bool:
     """Whether attention scores are soft-capped (Gemma 2), which transformers' SDPA silently ignores."""
-    return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    text, key = config.get_text_config(), "attn_logit_softcapping"
+    return getattr(text, key, None) is not None and is_read(text, key)
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ def _matching(targets: torch.Tensor, response_len: torch.Tensor) -> torch.Tensor
         row = int((lengths != response_len).nonzero()[0])
         raise ValueError(
             f"row {row}: target_tokens has length {int(lengths[row])}, responses has length"
-            f" {int(response_len[row])}; each response token needs one target, or K in a further dimension"
+            f" {int(response_len[row])}; each response token needs one target, or M in a further dimension"
         )
     return found
 
@@ -192,6 +192,8 @@ def _matching(targets: torch.Tensor, response_len: torch.Tensor) -> torch.Tensor
 def _require_ids(tokens: torch.Tensor, vocabulary: int) -> None:
     if tokens.numel() == 0:
         return
+    if tokens.is_floating_point() or tokens.dtype == torch.bool:
+        raise ValueError(f"target_tokens has numbers of type {tokens.dtype}: ids are integers")
     low, high = (int(bound) for bound in tokens.aminmax())
     if low < 0 or high >= vocabulary:
         wrong = low if low < 0 else high

@@ -40,11 +40,11 @@ def probe_rows(vocabulary: int, most: int | None = None) -> tuple[torch.Tensor, 
     draw = torch.Generator().manual_seed(0)
     fitting = ROWS
     if most is not None:
-        prompts = [max(1, min(prompt, most - 1)) for prompt, _ in ROWS]
-        fitting = tuple((n, max(1, min(response, most - n))) for n, (_, response) in zip(prompts, ROWS))
-    tokens = [[torch.randint(vocabulary, (n,), generator=draw) for n in lengths] for lengths in fitting]
-    first = [tokens[0][0], tokens[0][0], *(prompt for prompt, _ in tokens[2:])]
-    return ragged.from_rows(first), ragged.from_rows([response for _, response in tokens])
+        lengths = [max(1, min(prompt, most - 1)) for prompt, _ in ROWS]
+        fitting = tuple((n, max(1, min(response, most - n))) for n, (_, response) in zip(lengths, ROWS))
+    tokens = [[torch.randint(vocabulary, (n,), generator=draw) for n in row] for row in fitting]
+    prompts = [tokens[0][0], tokens[0][0], *(prompt for prompt, _ in tokens[2:])]
+    return ragged.from_rows(prompts), ragged.from_rows([response for _, response in tokens])
 
 
 def own_log_probs(

@@ -11,10 +11,12 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from transformers import PreTrainedConfig
 
+from hydraflow.models.chunks import POST_PROCESSING
 from hydraflow.models.config_keys import is_read, is_transformers
 
 OF_CACHES = ("sliding_window", "attention_chunk_size", "layer_types")
@@ -28,11 +30,13 @@ def layer_types(config: Any) -> Sequence[str] | None:
 
 
 def without_ignored(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy without the keys of `OF_CACHES` that the text model's type ignores."""
+    """A copy without the keys of `OF_CACHES` and `POST_PROCESSING` that the text model's type ignores."""
     copied = copy.deepcopy(config)
     text = copied.get_text_config(decoder=True)
-    for key in OF_CACHES:
-        if not is_read(text, key):
+    for key in (*OF_CACHES, *POST_PROCESSING):
+        # ModernBERT derives the window itself, beside its types of layers
+        derived = key == "sliding_window" and is_read(text, "layer_types")
+        if not is_read(text, key) and not derived:
             vars(text).pop(key, None)
     return copied
 
@@ -42,9 +46,11 @@ def for_cache(config: PreTrainedConfig) -> PreTrainedConfig:
     may ignore windows too, so its caches keep all tokens, which is right whatever its masks hide."""
     text = without_ignored(config).get_text_config(decoder=True)
     if not is_transformers(text):
-        text.sliding_window = text.attention_chunk_size = None
-        if kinds := layer_types(text):
-            text.layer_types = ["full_attention" if kind in WINDOWED else kind for kind in kinds]
+        kinds = layer_types(text)
+        full = kinds and ["full_attention" if kind in WINDOWED else kind for kind in kinds]
+        for key, value in {"sliding_window": None, "attention_chunk_size": None, "layer_types": full}.items():
+            with suppress(AttributeError):  # a property
+                setattr(text, key, value)
     return text
 
 

@@ -23,6 +23,8 @@ _DOLLAR = re.compile(r"(?<!\\)\$")
 """Opens mathematics, unlike `\\$`, the sign of a currency."""
 _DOLLARS = re.compile(r"\s+dollars?$")
 """Of all units the only one that math-verify does not leave out."""
+_BEFORE, _AFTER = re.compile(r"[A-Za-z\s,:]*"), re.compile(r"\s*(dollars?)?\s*([.,;][^\d=]*)?")
+"""Words around an expression that are no part of it: a sign, a factor or another number would be."""
 
 
 def equivalent(solution_str: str, ground_truth: Any) -> dict[str, float]:
@@ -57,7 +59,7 @@ def after_answer(solution_str: str, ground_truth: Any) -> dict[str, float]:
     {'score': -1.0, 'acc': 0.0}
     """
     marked = _ANSWER.findall(solution_str)
-    answer = marked[-1].strip(" *").rstrip(" *.") if marked else ""
+    answer = marked[-1].lstrip(" *").rstrip(" *.") if marked else ""
     if not answer:
         answer = last_box(solution_str)
     elif "\\boxed" not in answer:
@@ -67,10 +69,12 @@ def after_answer(solution_str: str, ground_truth: Any) -> dict[str, float]:
 
 
 def _expression(line: str) -> str:
-    """What is between the only two dollar signs of a line, else the line. Of several expressions none is
-    chosen, so that a response cannot list them all."""
+    """What is between the only two dollar signs of a line, if there are only words around it; else the line.
+    Of several expressions none is chosen, so that a response cannot list them all."""
     parts = _DOLLAR.split(line)
-    return parts[1] if len(parts) == 3 else _DOLLARS.sub("", line.strip("$"))
+    if len(parts) == 3 and _BEFORE.fullmatch(parts[0]) and _AFTER.fullmatch(parts[2]):
+        return parts[1]
+    return _DOLLARS.sub("", _DOLLAR.sub("", line))
 
 
 def last_box(text: str) -> str:

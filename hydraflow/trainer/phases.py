@@ -10,9 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from hydraflow.algorithms.config import POLICY_LOSSES, OldFrom, estimator_of, is_corrected
+from hydraflow.algorithms.config import OldFrom, estimator_of, is_corrected
 from hydraflow.batch_plan.plans import BatchPlan
-from hydraflow.batch_plan.roles import keeps_groups, needs_critic, needs_reference, own_reference
+from hydraflow.batch_plan.roles import (
+    keeps_groups,
+    needs_critic,
+    needs_reference,
+    own_reference,
+    policy_loss,
+)
 from hydraflow.engine.config import engine_config
 from hydraflow.generation.config import GENERATION_ENGINES, engine_dtype
 from hydraflow.schema import PPOConfig
@@ -58,9 +64,9 @@ def _more_columns(config: PPOConfig) -> tuple[Iterable[str], Sequence[str], Sequ
         in_loss.append("ref_log_prob")
     if is_corrected(config.algorithm.rollout_correction):
         in_loss.append("rollout_log_probs")
-    policy_loss = POLICY_LOSSES[actor.policy_loss.loss_mode]
-    in_loss += policy_loss.columns
-    if policy_loss.chooses:
+    loss = policy_loss(config)
+    in_loss += loss.columns
+    if loss.chooses:
         in_loss += ["group", "sample"]
     if config.distillation.enabled:
         in_advantages = config.distillation.distillation_loss.use_policy_gradient

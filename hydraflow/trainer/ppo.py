@@ -206,7 +206,7 @@ class PPOTrainer:
         return batch
 
     def reference_log_probs(self, batch: RemoteBatch) -> RemoteBatch:
-        """Adds the reference policy's log-probabilities, if a KL term needs them."""
+        """Adds the reference policy's log-probabilities, if a KL term or the policy loss needs them."""
         if "reference" not in self.reads:
             return batch
         inputs = columns(batch, self.reads["reference"])

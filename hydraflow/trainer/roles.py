@@ -11,13 +11,13 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hydraflow.algorithms.config import BYPASS_LOSSES, Bounds, Loss, bounded_rules, estimator_of, is_corrected
+from hydraflow.algorithms.config import Bounds, bounded_rules, estimator_of, is_corrected
 from hydraflow.algorithms.correction import Correction, Rejection, Weighting
 from hydraflow.algorithms.distillation.terms import Distillation
 from hydraflow.algorithms.shaping import OverlongBuffer
 from hydraflow.batch_plan.layout import Devices, Layout
 from hydraflow.batch_plan.resolve import BatchPlan
-from hydraflow.batch_plan.roles import own_reference
+from hydraflow.batch_plan.roles import own_reference, policy_loss
 from hydraflow.dispatch.group import Recovery, RoleGroup
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
@@ -269,7 +269,7 @@ def _actor_role(config: PPOConfig, plan: BatchPlan, skip_limits: SkipLimits) -> 
         correction=rollout_correction(config),
         distillation=distillation if in_loss else None,
         sum_pi_squared=estimator_of(config.algorithm.adv_estimator).sum_pi_squared,
-        loss=_bypass_loss(config),
+        loss=policy_loss(config),
     )
     return RoleSpec(ActorWorker, (spec,))
 
@@ -352,13 +352,6 @@ def _rejection(rule: str, bounds: Bounds) -> Rejection:
     if lower is None:
         lower = 1 / bounds.upper if rule.endswith("_k1") else 0.0
     return Rejection(rule, bounds.upper, lower)
-
-
-def _bypass_loss(config: PPOConfig) -> Loss | None:
-    """The policy loss that replaces `actor.policy_loss.loss_mode` in bypass mode, if any."""
-    correction = config.algorithm.rollout_correction
-    loss = BYPASS_LOSSES[correction.loss_type]
-    return loss if correction.bypass_mode and loss.where else None
 
 
 def critic_model(config: PPOConfig) -> ModelConfig:

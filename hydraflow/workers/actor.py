@@ -96,7 +96,7 @@ class ActorSpec:
     sum_pi_squared: bool = False
     """Whether the log-prob pass returns `sum_pi_squared` instead of the entropies."""
     loss: Loss | None = None
-    """Policy loss that replaces the one in `actor`; None: as configured."""
+    """The policy loss; None: the one that `actor` names."""
 
 
 class ActorWorker(TrainedWorker):

@@ -150,7 +150,7 @@ class ActorConfig:
 
 @dataclass
 class RefConfig:
-    """The frozen reference policy of the KL terms; unset batch sizes follow the actor's."""
+    """The frozen reference policy; unset batch sizes follow the actor's."""
 
     log_prob_micro_batch_size_per_gpu: int | None = free(None, size=True, verl=("log_prob_micro_batch_size",))
     """Micro-batch size in trajectories per data rank; null: the largest that fits

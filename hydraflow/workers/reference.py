@@ -1,4 +1,4 @@
-"""The frozen reference policy of KL terms. With LoRA it is the actor itself with its adapters disabled
+"""The frozen reference policy. With LoRA it is the actor itself with its adapters disabled
 (`ActorWorker`).
 
 In: trajectories. Out: `ref_log_prob`.

@@ -39,7 +39,7 @@ NUMBERS = {"family": "cpu family", "model": "model"}
 LIMIT_SECONDS = 900
 """Time limit of one benchmark."""
 GRACE_SECONDS = 10.0
-"""Seconds that its processes have to end by themselves after that."""
+"""Seconds that a benchmark's processes then get to end by themselves."""
 QUIET = 0.5
 """The machine counts as quiet if at most this many cores are busy before a benchmark."""
 LOOK_SECONDS = 3.0
@@ -303,8 +303,8 @@ def measure(name: str, bench: Bench, results: Path) -> str | None:
 
 
 def run(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """Runs a command and captures its output. On Ctrl-C, and after `LIMIT_SECONDS`, which raise
-    subprocess.TimeoutExpired, all processes below it are ended as well: training, with its Ray."""
+    """Runs a command and captures its output. On Ctrl-C or after `LIMIT_SECONDS` (subprocess.TimeoutExpired)
+    ends it with all processes below it, such as training and its Ray."""
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=pipe, stderr=pipe, text=True) as process:
         try:

@@ -4,8 +4,8 @@
 
 Prints one JSON object for each step of `STARTS`: for the controller, the workers and Ray's control service
 (gcs_server), MiB of resident memory after that step and after `--steps` more, and the relative growth. The
-early figure includes allocator caches that fill. The late one is the goal and should be zero: fails if it is
-over `MOST_GROWTH` in any kind of process.
+early figure includes allocator caches that fill. The late one should be zero: the bench fails if any kind of
+process grows by more than `MOST_GROWTH`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ then."""
 LIMIT_SECONDS = 800
 """Time limit of everything; below that of `all.py`, so that there is time to end the run."""
 MOST_GROWTH = 0.01
+"""Relative, over the steps measured late."""
 
 Sizes = dict[str, float]
 """Resident MiB by kind of process."""
@@ -56,7 +57,7 @@ def await_step(metrics: Path, step: int, process: subprocess.Popen[bytes], deadl
 def sizes_at(
     marks: Sequence[int], command: Sequence[str], metrics: Path, deadline: float
 ) -> dict[int, Sizes]:
-    """Runs a command that logs these steps; what its processes occupy after each. It has ended then."""
+    """Runs a command that logs these steps; what its processes occupy after each. Ends it afterwards."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     found = {}
     try:

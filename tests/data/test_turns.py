@@ -66,6 +66,16 @@ GLM = (
     "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 """Its turns have no end token."""
+CLOSED = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</tool_call>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""By a token that is not a control token."""
+BEGINS_AGAIN = (
+    "{% for m in messages %}{% if m.role == 'user' %}<|start|>{{ m.content }}\n{% else %}{{ m.content }}"
+    "{% endif %}{% endfor %}"
+)
+"""The token before a user's message begins a text, and so ends none."""
 REPLACES = (
     CHAT
     + "{% if m.role == 'assistant' and not loop.last %}[...]{% else %}{{ m.content }}{% endif %}<|end|>\n"
@@ -83,7 +93,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     made.decoder = decoders.Fuse()
     made.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
     made.add_special_tokens(SPECIAL)
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|endoftext|>")
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<|start|>", eos_token="<|endoftext|>")
 
 
 def trained(tokenizer: PreTrainedTokenizerFast, template: str, answers: list[str], folder: Path) -> list[str]:
@@ -150,6 +160,8 @@ def trained_of(
             [REASONED + "one", REASONED + "two"],
             ["\n<think></think>one<|user|>", "\n<think>\nthree\n</think>two"],
         ),
+        (BEGINS_AGAIN, ["one", "two"], ["one", "two"]),
+        (CLOSED, ["one", "two"], ["one</tool_call>", "two</tool_call>"]),
         (
             GLM,
             ["It says <|end|> here", "so <|end|>  does this"],

@@ -41,7 +41,7 @@ print(*[process.pid for process in found if process.is_running() and process.sta
 
 
 @pytest.mark.slow
-def test_ray_starts_what_is_needed_and_nothing_is_left_when_it_is_left(tmp_path: Path) -> None:
+def test_ray_starts_what_is_needed_and_nothing_remains_after_stop(tmp_path: Path) -> None:
     done = programs.run(tmp_path, PROGRAM)
     assert (done.returncode, done.stdout) == (0, "\n"), done.stdout + done.stderr[-3000:]
 

@@ -168,6 +168,17 @@ def disturbed(path: str, options: Mapping[str, Any], cases: Sequence[Case]) -> l
     return wrong
 
 
+def fails_at_call(number: int, loss_fn: LossFn) -> LossFn:
+    calls = iter(range(1, number + 1))
+
+    def counted(output: Any, columns: Any) -> Any:
+        if next(calls) == number:
+            raise ValueError("after memory ran out")
+        return loss_fn(output, columns)
+
+    return counted
+
+
 def after_errors(path: str, options: Mapping[str, Any], places: Sequence[str]) -> list[str]:
     """What is wrong with an update by two calls, if every rank fails in other calls before, between and after
     them, in the second pass or in the last one."""
@@ -186,6 +197,10 @@ def after_errors(path: str, options: Mapping[str, Any], places: Sequence[str]) -
         trouble = Trouble(engine, "layer", everyone, at=1, error=ValueError("forward"))
         with pytest.raises(ValueError, match="forward"):
             engine.forward(parts)
+        trouble.leave()
+        trouble = Trouble(engine, "layer_backward", everyone, at=1)
+        with pytest.raises(ValueError, match="after memory ran out"):
+            engine.forward_backward(parts, fails_at_call(3, rank_jobs.loss_of))
         trouble.leave()
 
     def update(fail: Callable[[FSDPEngine], None]) -> tuple[dict[str, torch.Tensor], Any, torch.Tensor]:

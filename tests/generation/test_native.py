@@ -20,7 +20,6 @@ from transformers import (
     GPT2Config,
     JetMoeConfig,
     LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
     MixtralConfig,
     PreTrainedConfig,
@@ -417,31 +416,6 @@ def test_attention_scores_keep_their_cap(kind: type[PreTrainedConfig]) -> None:
         model.set_attn_implementation(attention)
         gaps[attention] = largest_gap(model, request, output, 1.0)
     assert gaps["eager"] < 1e-4 and gaps["sdpa"] > 1e-2
-
-
-class OwnCodeConfig(LlamaConfig):
-    """As code outside transformers has one."""
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        LlamaConfig(**SMALL, sliding_window=6),
-        LlamaConfig(**SMALL, attention_chunk_size=6),
-        LlamaConfig(**SMALL, sliding_window=6, layer_types=["sliding_attention"] * 2),
-        GPT2Config(**SMALL, sliding_window=6),
-        MistralConfig(**SMALL, sliding_window=6, layer_types=["full_attention"] * 2),
-        OwnCodeConfig(**SMALL, sliding_window=6),
-        OwnCodeConfig(**SMALL, sliding_window=6, layer_types=["sliding_attention", "full_attention"]),
-    ],
-)
-def test_keys_of_other_types_do_not_change_what_attention_sees(config: PreTrainedConfig) -> None:
-    """As a config.json has them after a conversion."""
-    kind = LlamaForCausalLM if isinstance(config, OwnCodeConfig) else None
-    model = kind(config).eval() if kind else make(config)
-    request = make_request([4, 6, 11])
-    output = NativeEngine(model).generate(request, SamplingParams(max_tokens=20, ignore_eos=True))
-    assert largest_gap(model, request, output, 1.0) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3 tied"])

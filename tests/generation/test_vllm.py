@@ -68,7 +68,7 @@ def config_of(name: str) -> Any:
 
 
 MODELS = {"tied": config_of("qwen3 tied"), "untied": config_of("llama")}
-MODELS["untied"].sliding_window = 6  # which this type ignores
+MODELS["untied"].sliding_window, MODELS["untied"].logit_scale = 6, 0.5  # which this type ignores
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -26,7 +26,7 @@ from hydraflow.engine.base import (
     answers_of,
     columns_of,
     model_output,
-    require_rows,
+    require_micro_batches,
 )
 from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.engine.fsdp import checkpoint, export, lora
@@ -113,7 +113,7 @@ class FSDPEngine(InMicroBatches):
         self, micro_batches: Sequence[DataProto], ask: Ask = LOG_PROBS, *, adapter: bool = True
     ) -> DataProto:
         """See `TrainEngine`. Float32 columns on the CPU (float64 when the model computes in it)."""
-        require_rows(micro_batches)
+        require_micro_batches(micro_batches)
         self._param_offload.wake()
         self.module.eval()
         runner: PassRunner[Output] = PassRunner(self._collectives)
@@ -143,7 +143,7 @@ class FSDPEngine(InMicroBatches):
         self, micro_batches: Sequence[DataProto], loss_fn: LossFn, ask: Ask = LOG_PROBS
     ) -> dict[str, Metric]:
         """See `TrainEngine`. Only tokens whose response_mask is set pass through the head."""
-        require_rows(micro_batches)
+        require_micro_batches(micro_batches)
         assert self._optim is not None, "a frozen model is not trained"
         self._param_offload.wake()
         train_without_noise(self.module)
@@ -152,9 +152,9 @@ class FSDPEngine(InMicroBatches):
         learn = partial(self._learn, loss_fn=loss_fn, ask=ask, tally=tally)
         # an earlier call's gradient is already reduced, and must survive an error
         earlier = {p: p.grad for p in self.module.parameters() if p.grad is not None}
-        self.module.zero_grad(set_to_none=True)
         replays = ROUTES in micro_batches[0].keys()
         try:
+            self.module.zero_grad(set_to_none=True)
             for data in micro_batches:
                 self._set_gradient_sync(last=data is micro_batches[-1])
                 runner.run(data, learn)
@@ -163,7 +163,10 @@ class FSDPEngine(InMicroBatches):
             square, oom_ranks = process_group.all_reduce(
                 torch.tensor([self._local_square(), runner.ran_out()], dtype=torch.float64)
             ).tolist()
-            reported = runner.results(oom_ranks)
+            found = metrics.merge(runner.results(oom_ranks))
+            if replays:
+                self._routers.begin(None)
+                found["actor/router_replay_changed"] = self._routes.changed_share(tally)
         except BaseException:
             self._forget_passes(replayed=replays)
             forget_gradients(self.module)
@@ -171,10 +174,6 @@ class FSDPEngine(InMicroBatches):
                 parameter.grad = gradient
             raise
         self._norm = math.sqrt(square / self._groups.copies)  # every copy has the whole gradient
-        found = metrics.merge(reported)
-        if replays:
-            self._routers.begin(None)
-            found["actor/router_replay_changed"] = self._routes.changed_share(tally)
         return found
 
     @torch.no_grad()

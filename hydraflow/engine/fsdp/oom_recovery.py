@@ -66,8 +66,10 @@ class CollectiveCounter:
                 unit.set_all_reduce_hook(_ReplicaSum(self, replicas))
 
     def begin(self) -> None:
-        """Resets the count of collectives; call it before each pass."""
-        self._made = 0
+        """Resets the count of collectives; call it before each pass, because an error may have ended the one
+        before in any state."""
+        self._made = self._to_skip = 0
+        self._repeats, self.stands_in_for = False, None
         for gather in self._gathers:
             gather.note_gathered()
 

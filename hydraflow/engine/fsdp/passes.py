@@ -34,4 +34,4 @@ def forget_gradients(module: nn.Module) -> None:
             for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):  # there is none before the first pass
-                    parameter.unsharded_param.grad = None
+                    parameter._unsharded_param.grad = None

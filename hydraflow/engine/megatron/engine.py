@@ -35,7 +35,7 @@ from hydraflow.engine.base import (
     answers_of,
     columns_of,
     model_output,
-    require_rows,
+    require_micro_batches,
 )
 from hydraflow.engine.config import MegatronConfig, OptimConfig
 from hydraflow.engine.hf_files import save_whole
@@ -136,7 +136,8 @@ class MegatronEngine(InMicroBatches):
         self, micro_batches: Sequence[DataProto], ask: Ask = LOG_PROBS, *, adapter: bool = True
     ) -> DataProto:
         """See `TrainEngine`. Ranks other than the last stage's return zeros."""
-        require_rows(micro_batches)
+        require_micro_batches(micro_batches)
+        ask.require_vocabulary(self._built.names.shape.vocabulary)
         assert adapter, "there are no adapters"
         self._weights.wake()
         chunks = list(self._built.chunks)
@@ -179,7 +180,8 @@ class MegatronEngine(InMicroBatches):
         self, micro_batches: Sequence[DataProto], loss_fn: LossFn, ask: Ask = LOG_PROBS
     ) -> dict[str, Metric]:
         """See `TrainEngine`. Only ranks of the last stage have the loss's metrics."""
-        require_rows(micro_batches)
+        require_micro_batches(micro_batches)
+        ask.require_vocabulary(self._built.names.shape.vocabulary)
         assert self._ddp is not None, "a frozen model is not trained"
         self._weights.wake()
         self._gradients.wake()
@@ -483,7 +485,6 @@ class MegatronEngine(InMicroBatches):
         if not policy:
             values = torch.mv(asked, self._trunk.score.weight[0])
             return values.to(torch.promote_types(values.dtype, torch.float32)), None
-        ask.require_vocabulary(self._built.names.shape.vocabulary)
         return VocabularyParallelHead.apply(
             asked, self._trunk.output_weight(), batch.targets, ask, self._share
         )
