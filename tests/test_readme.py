@@ -358,7 +358,7 @@ def test_a_loss_and_an_estimator_added_to_the_tables(monkeypatch: pytest.MonkeyP
     loss, estimator = (eval(f"{{{line.partition('  #')[0]}}}")["mine"] for line in lines)
     assert isinstance(loss, Loss) and isinstance(estimator, Estimator)
     monkeypatch.setitem(ESTIMATORS, "mine", estimator)
-    assert try_loss(loss.bound(ActorConfig())) is None
+    assert try_loss(loss.bound(ActorConfig()), ()) is None
     assert try_estimator(AlgorithmConfig(adv_estimator="mine")) is None
 
 

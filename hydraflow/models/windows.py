@@ -12,12 +12,13 @@ import copy
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
-
-from transformers import PreTrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from hydraflow.models.chunks import POST_PROCESSING
 from hydraflow.models.config_keys import is_read, is_transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 OF_CACHES = ("sliding_window", "attention_chunk_size", "layer_types")
 """Keys from which transformers' caches derive how many tokens a layer keeps."""
