@@ -20,8 +20,7 @@ LOG_RATIO_BOUND = 20.0
 
 
 PolicyLoss = Callable[..., TokenTerms]
-"""Takes `TokenInputs`, and by name the columns that it asks for; its keys are already bound."""
-"""A policy loss with its keyword arguments (named like their keys) already bound."""
+"""Takes `TokenInputs`, and by name the columns that it asks for; arguments named like keys are bound."""
 
 
 def bounded_log_ratio(tokens: TokenInputs) -> Tensor:

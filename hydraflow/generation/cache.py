@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
+from hydraflow.models.config_keys import for_cache
 from hydraflow.models.decoding_sizes import with_room
-from hydraflow.models.windows import for_cache
 
 
 class GrowingLayer(DynamicLayer):

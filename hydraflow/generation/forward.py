@@ -20,9 +20,8 @@ from hydraflow.generation import attention
 from hydraflow.generation.lean import LeanForward, is_known
 from hydraflow.generation.reordered import ReorderingLinear, reordering_linears
 from hydraflow.generation.widths import joint_cache, takes_joint_cache
-from hydraflow.models.config_keys import is_read
+from hydraflow.models.config_keys import read
 from hydraflow.models.loading import PLAIN_ATTENTION
-from hydraflow.models.windows import layer_types
 
 
 class NoCache(ValueError):
@@ -135,7 +134,6 @@ def _layer_types(model: PreTrainedModel) -> set[str]:
         or getattr(config, "reorder_and_upcast_attn", False)  # only under the name `eager`
     ):
         return set()
-    if found := layer_types(config):
+    if found := read(config, "layer_types"):
         return set(found)
-    slides = is_read(config, "sliding_window") and getattr(config, "sliding_window", None) is not None
-    return {"sliding_attention" if slides else "full_attention"}
+    return {"full_attention" if read(config, "sliding_window") is None else "sliding_attention"}

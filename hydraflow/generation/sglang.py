@@ -49,8 +49,8 @@ from hydraflow.generation.sglang_server import SglangServer, flags
 from hydraflow.generation.sglang_weights import WeightFiles, private_folder
 from hydraflow.generation.stopping import watched
 from hydraflow.generation.weights import Arrivals
+from hydraflow.models.config_keys import without_ignored
 from hydraflow.models.loading import unfilled_model
-from hydraflow.models.windows import without_ignored
 from hydraflow.weights.buckets import Weight
 
 SILENCE_SECONDS = 300.0

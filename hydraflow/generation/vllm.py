@@ -53,8 +53,8 @@ from hydraflow.generation.vllm_weights import pattern, wanted_weights
 from hydraflow.generation.vllm_worker import WeightReceiver
 from hydraflow.generation.weights import Arrivals, Assembly
 from hydraflow.models.adapters import add_shapes, is_adapter
+from hydraflow.models.config_keys import without_ignored
 from hydraflow.models.loading import unfilled_model
-from hydraflow.models.windows import without_ignored
 from hydraflow.system.importing import importing
 from hydraflow.weights.buckets import Weight
 

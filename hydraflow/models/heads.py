@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from hydraflow.models.ask import LOG_PROBS, Ask
 from hydraflow.models.attention import pick
 from hydraflow.models.chunks import POST_PROCESSING, head_chunk
-from hydraflow.models.config_keys import is_read
+from hydraflow.models.config_keys import read
 from hydraflow.models.fused_head import FusedHead, HeadWork, several
 from hydraflow.models.kernel_head import KernelHead, suits
 from hydraflow.models.linear import is_plain
@@ -127,12 +127,22 @@ def backbone_of(lm: Any) -> tuple[str, Any]:
     return next(parts, (lm.base_model_prefix, lm))
 
 
+def shared_vocabulary(module: PolicyModel | ValueModel) -> int:
+    """Vocabulary size that both embeddings and head cover."""
+    try:
+        embedded = int(module.hf.get_input_embeddings().num_embeddings)
+    except NotImplementedError:  # decoders of translation models, among others
+        return int(module.hf.config.get_text_config().vocab_size)
+    head = module.hf.get_output_embeddings()
+    return min(embedded, head.out_features) if isinstance(head, nn.Linear) else embedded
+
+
 def shape_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
     """Post-processing of logits: Granite divides, Cohere, Falcon-H1 and HyperCLOVA X multiply, Gemma
     and RecurrentGemma soft-cap."""
     config = config.get_text_config()
     for key in POST_PROCESSING:
-        if (value := getattr(config, key, None)) is None or not is_read(config, key):
+        if (value := read(config, key)) is None:
             continue
         if key in ("final_logit_softcapping", "logits_soft_cap"):
             logits = torch.tanh(logits / value) * value

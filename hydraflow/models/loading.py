@@ -24,11 +24,10 @@ from hydraflow.errors import ConfigError, Problem, first_line
 from hydraflow.models.attention import NAME, register_attention
 from hydraflow.models.cache import cached_snapshot, from_hub
 from hydraflow.models.config import ModelConfig, ModelSourceConfig
-from hydraflow.models.config_keys import is_read
+from hydraflow.models.config_keys import read
 from hydraflow.models.heads import PolicyModel, ValueModel, backbone_of
 from hydraflow.models.once import resolving
 from hydraflow.models.weight_files import files_to_load, stored_tensor
-from hydraflow.models.windows import layer_types
 from hydraflow.system.own_code import import_modules
 from hydraflow.system.paths import expanded, is_hub_name, model_problems
 
@@ -154,15 +153,14 @@ def packable(config: PreTrainedConfig, model_class: Any) -> bool:
     """Whether rows of this model may be packed: it uses transformers' attention interface, and only plain
     attention mixes tokens."""
     text = config.get_text_config()
-    plain = set(layer_types(text) or ()) <= PLAIN_ATTENTION
+    plain = set(read(text, "layer_types") or ()) <= PLAIN_ATTENTION
     sinks = text.model_type == "gpt_oss"
     return bool(model_class._supports_attention_backend) and plain and not soft_capped(config) and not sinks
 
 
 def soft_capped(config: PreTrainedConfig) -> bool:
     """Whether attention scores are soft-capped (Gemma 2), which transformers' SDPA silently ignores."""
-    text, key = config.get_text_config(), "attn_logit_softcapping"
-    return getattr(text, key, None) is not None and is_read(text, key)
+    return read(config.get_text_config(), "attn_logit_softcapping") is not None
 
 
 @dataclass(frozen=True)

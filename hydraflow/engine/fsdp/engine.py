@@ -33,7 +33,6 @@ from hydraflow.engine.fsdp import checkpoint, export, lora
 from hydraflow.engine.fsdp.build import build_model
 from hydraflow.engine.fsdp.groups import RankGroups
 from hydraflow.engine.fsdp.oom_recovery import CollectiveCounter, PassRunner
-from hydraflow.engine.fsdp.parity import vocabulary_of
 from hydraflow.engine.fsdp.passes import forget_gradients, forget_passes, train_without_noise
 from hydraflow.engine.hf_files import save_whole
 from hydraflow.engine.micro_batcher import InMicroBatches
@@ -45,6 +44,7 @@ from hydraflow.metrics import Metric
 from hydraflow.models.adapters import Form
 from hydraflow.models.ask import LOG_PROBS, Ask
 from hydraflow.models.config import ModelConfig
+from hydraflow.models.heads import shared_vocabulary
 from hydraflow.models.packing import PackedBatch, pack_rows
 from hydraflow.models.routers import HFRouters
 from hydraflow.models.routing import ROUTES, Tally
@@ -306,7 +306,7 @@ class FSDPEngine(InMicroBatches):
         return self._ulysses.compute(batch, partial(self.module, ask=ask), real)
 
     def _pack(self, data: DataProto, device: torch.device, *, trained: bool) -> PackedBatch:
-        vocabulary = vocabulary_of(self.module)
+        vocabulary = shared_vocabulary(self.module)
         return pack_rows(data, device=device, trained=trained, vocabulary=vocabulary, padded=self._padded)
 
     def _set_gradient_sync(self, *, last: bool) -> None:

@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch import nn
 from torch.distributed import DistError
 from torch.distributed.fsdp import FSDPModule
 
@@ -31,7 +30,7 @@ from hydraflow.errors import ConfigError, first_line
 from hydraflow.models import compiled
 from hydraflow.models.ask import LOG_PROBS
 from hydraflow.models.attention import NAME
-from hydraflow.models.heads import PolicyModel, ValueModel, asked_hidden_states
+from hydraflow.models.heads import PolicyModel, ValueModel, asked_hidden_states, shared_vocabulary
 from hydraflow.models.loading import context_of
 from hydraflow.models.packing import PackedBatch, pack
 from hydraflow.models.probe import (
@@ -97,7 +96,7 @@ def _mismatch(
     """Why padded or packed rows cannot be used; empty if they can. Collective."""
     config, raised, found = module.hf.config, "", (float("inf"), float("inf"))
     context = context_of(config)
-    rows = probe_rows(vocabulary_of(module), context.tokens if context else None)
+    rows = probe_rows(shared_vocabulary(module), context.tokens if context else None)
     prompts, responses = (ragged.rows(column) for column in rows)
     published = partial(_as_published, module, prompts, responses, device)
     try:
@@ -122,16 +121,6 @@ def _mismatch(
     if right:
         return ""
     return raised or f"the numbers are off by {worst:.2g} from those of the model's own forward pass"
-
-
-def vocabulary_of(module: PolicyModel | ValueModel) -> int:
-    """Vocabulary size that both embeddings and head cover."""
-    try:
-        embedded = int(module.hf.get_input_embeddings().num_embeddings)
-    except NotImplementedError:  # decoders of translation models, among others
-        return int(module.hf.config.get_text_config().vocab_size)
-    head = module.hf.get_output_embeddings()
-    return min(embedded, head.out_features) if isinstance(head, nn.Linear) else embedded
 
 
 def _as_trained(
