@@ -17,21 +17,32 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     Cache,
     LlamaForCausalLM,
     MistralForCausalLM,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2ForCausalLM,
+    Qwen2MoeForCausalLM,
     Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
 )
 
 from hydraflow.generation.attention import attend
-from hydraflow.generation.reordered import ReorderingLinear, joined
+from hydraflow.generation.reordered import ReorderingLinear, joined, reordering_linears
 
-_CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-"""Classes whose layers are norm, attention, norm, gated MLP, and nothing else."""
+_CLASSES = (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    MixtralForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen2MoeForCausalLM,
+    Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
+)
+"""Classes whose layers are norm, attention, norm, gated MLP or mixture of experts, and nothing else."""
 
 
 def is_known(model: PreTrainedModel) -> bool:
@@ -69,15 +80,15 @@ class LeanForward:
 
 class _Layer:
     def __init__(self, layer: Any):
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
         self._head_dim, self._scale = attention.head_dim, attention.scaling
         self._keys = attention.k_proj.out_features // self._head_dim
         self._before = _norm_of(layer.input_layernorm)
         self._between = _norm_of(layer.post_attention_layernorm)
         self._qkv = joined([attention.q_proj, attention.k_proj, attention.v_proj])
-        self._gate_up = joined([mlp.gate_proj, mlp.up_proj])
-        self._out, self._down, self._act = attention.o_proj, mlp.down_proj, mlp.act_fn
-        self.linears = [self._qkv, self._out, self._gate_up, self._down]
+        self._out = attention.o_proj
+        self._mlp = _GatedMLP(layer.mlp) if hasattr(layer.mlp, "gate_proj") else _Mixture(layer.mlp)
+        self.linears = [self._qkv, self._out, *self._mlp.linears]
         has_norms = hasattr(attention, "q_norm")
         self._of_heads = (_norm_of(attention.q_norm), _norm_of(attention.k_norm)) if has_norms else None
 
@@ -85,9 +96,7 @@ class _Layer:
         self, x: Tensor, cached: Sequence[Any], masks: Sequence[Tensor], cos: Tensor, sin: Tensor
     ) -> Tensor:
         x = x + self._attend(_norm(x, *self._before), cached, masks, cos, sin)
-        gate, up = self._gate_up(_norm(x, *self._between)).chunk(2, -1)
-        # activations round differently on a part of a matrix
-        return x + self._down(self._act(gate.contiguous()).mul_(up))
+        return x + self._mlp(_norm(x, *self._between))
 
     def _attend(
         self, x: Tensor, cached: Sequence[Any], masks: Sequence[Tensor], cos: Tensor, sin: Tensor
@@ -110,6 +119,29 @@ class _Layer:
         """(b, hd) of the rows of one cache."""
         keys, values = cached.update(k, v)  # (b, k, L, d)
         return attend(q, keys, values, mask, self._scale).reshape(len(q), -1)
+
+
+class _GatedMLP:
+    def __init__(self, mlp: Any):
+        self._gate_up = joined([mlp.gate_proj, mlp.up_proj])
+        self._down, self._act = mlp.down_proj, mlp.act_fn
+        self.linears = [self._gate_up, self._down]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self._gate_up(x).chunk(2, -1)
+        # activations round differently on a part of a matrix
+        return self._down(self._act(gate.contiguous()).mul_(up))
+
+
+class _Mixture:
+    """The model's own module, with its router and experts."""
+
+    def __init__(self, mixture: nn.Module):
+        self._mixture = mixture
+        self.linears = reordering_linears(mixture)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._mixture(x[:, None])[:, 0]
 
 
 def _norm_of(module: Any) -> tuple[Tensor, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from generation.test_native import SMALL, make, make_request, rows, weights
@@ -9,10 +11,13 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from hydraflow.generation import forward
@@ -38,11 +43,21 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(**{name: value for name, value in SMALL.items() if name != "head_dim"}),
     "qwen3, gelu": Qwen3Config(**SMALL, tie_word_embeddings=True, hidden_act="gelu"),
 }
+EXPERTS = SMALL | dict(num_experts_per_tok=2, sliding_window=None)
+MIXTURES: dict[str, PreTrainedConfig] = {
+    "mixtral": MixtralConfig(**EXPERTS, num_local_experts=6),
+    "qwen2_moe, a shared expert": Qwen2MoeConfig(
+        **EXPERTS, num_experts=6, moe_intermediate_size=24, shared_expert_intermediate_size=40
+    ),
+    "qwen3_moe, a dense layer": Qwen3MoeConfig(
+        **EXPERTS, num_experts=6, moe_intermediate_size=24, mlp_only_layers=[0]
+    ),
+}
 
 
 def model_of(name: str, dtype: torch.dtype) -> PreTrainedModel:
     """Every norm and bias has weights of its own."""
-    model = make(CONFIGS[name], dtype)
+    model = make((CONFIGS | MIXTURES)[name], dtype)
     draw = torch.Generator().manual_seed(1)
     for p in model.parameters():
         if p.ndim == 1:
@@ -50,8 +65,13 @@ def model_of(name: str, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *product(CONFIGS, [torch.float64]),  # not the mixtures: torch multiplies no experts in it
+        *product(CONFIGS | MIXTURES, [torch.float32, torch.bfloat16]),
+    ],
+)
 @pytest.mark.parametrize("by_openblas", [False, True])
 def test_a_step_is_that_of_the_models_own_forward(
     name: str, dtype: torch.dtype, by_openblas: bool, monkeypatch: pytest.MonkeyPatch

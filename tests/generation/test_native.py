@@ -262,7 +262,7 @@ def test_no_matrix_product_has_few_rows_and_finished_rows_leave(engine: NativeEn
         ("mistral, window 6", [(6, 3), (2, 9), (2, 10), (1, 30), (32, 1)]),  # unpadded
         ("gemma2, window in every other layer", [(6, 3), (2, 9), (2, 10), (1, 30), (32, 1)]),
         ("gpt2", [(4, 4), (2, 12), (1, 32), (32, 1)]),
-        ("mixtral that balances", [(4, 4), (2, 12), (1, 32), (32, 1)]),
+        ("mixtral that balances", [(4, 4), (2, 12), (1, 32), (32,)]),
         ("deepseek_v3, latents alone", [(4, 4), (16, 1)]),
         ("jetmoe, repeats what it reads", [(4, 4), (16, 1)]),
     ],
