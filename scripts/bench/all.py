@@ -246,8 +246,11 @@ BENCHES: dict[str, Bench] = {
     "trl-0.85M-bf16": against_trl("0.85M", "bf16", 10),
     "trl-0.85M-fp32-short-ragged": against_trl("0.85M", "fp32", 10, "--ragged"),
     "trl-0.85M-bf16-short-ragged": against_trl("0.85M", "bf16", 10, "--ragged"),
-    "trl-gpt2-fp32": against_trl("gpt2", "fp32", 10),
-    "trl-gpt2-bf16": against_trl("gpt2", "bf16", 10),
+    **{
+        f"trl-{model}-{dtype}": against_trl(model, dtype, 10)
+        for model in ("gpt2", "llama", "gemma3_text", "qwen3_moe")
+        for dtype in ("fp32", "bf16")
+    },
     "trl-0.85M-fp32-long": against_trl("0.85M", "fp32", 4, "--tokens", "256"),
     "trl-0.85M-bf16-long": against_trl("0.85M", "bf16", 4, "--tokens", "256"),
     "trl-0.85M-fp32-ragged": against_trl("0.85M", "fp32", 4, "--tokens", "256", "--ragged"),

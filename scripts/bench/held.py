@@ -14,13 +14,22 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hydraflow.models.tiny import ALPHABET, make_model, make_tokenizer
 
+SMALL: dict[str, Any] = dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, head_dim=32)
+SMALL |= dict(num_key_value_heads=2, intermediate_size=384, tie_word_embeddings=True)
+"""The sizes of 0.85M in other types."""
+KINDS = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
+EXPERTS: dict[str, Any] = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=192)
 MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "0.85M": (512, dict(hidden=128, layers=4)),
     "31.7M": (12_743, dict(hidden=512, layers=8, heads=8, kv_heads=4)),
     "gpt2": (512, dict(model_type="gpt2", n_embd=128, n_layer=4, n_head=4)),
+    "llama": (512, dict(model_type="llama", **SMALL)),
+    "gemma3_text": (512, dict(model_type="gemma3_text", layer_types=KINDS, **SMALL)),
+    "qwen3_moe": (512, dict(model_type="qwen3_moe", **SMALL, **EXPERTS)),
 }
 """Name -> characters of the tokenizer, and sizes of a Qwen3 (named by its number of parameters), or values of
-the config of another type. gpt2 has 0.99 million parameters."""
+the config of another type. Of these, gpt2 has 0.99 million parameters, qwen3_moe 2.6, and a token uses as
+many of them as one of 0.85M."""
 CONSTANT = 4.0
 """200 times the standard deviation of the embeddings' other entries."""
 

@@ -1,7 +1,7 @@
 """Compares trajectories per second of hydraflow and TRL's GRPOTrainer, with the same model, prompts, samples,
 response length and cores.
 
-    python scripts/bench/vs_trl.py [--model recipe|0.85M|31.7M|gpt2] [--dtype fp32|bf16] [--steps 40]
+    python scripts/bench/vs_trl.py [--model recipe|0.85M|31.7M|llama|...] [--dtype fp32|bf16] [--steps 40]
                                    [--tokens 32] [--prompts 16] [--ragged] [--venv .bench/trl]
 
 The two run one after the other. TRL has its own virtual environment (created on first use, a few minutes) and
@@ -61,11 +61,10 @@ class Job:
         return self.prompts * self.samples
 
 
-JOBS = {
+OF_SMALL = Job(16, 8, updates=1, tokens=32, ends=False, warm_up=3)
+JOBS = dict.fromkeys(MODELS, OF_SMALL) | {
     "recipe": Job(64, 8, updates=2, tokens=8, ends=True, warm_up=5),
-    "0.85M": Job(16, 8, updates=1, tokens=32, ends=False, warm_up=3),
-    "31.7M": Job(16, 8, updates=1, tokens=32, ends=False, warm_up=1),
-    "gpt2": Job(16, 8, updates=1, tokens=32, ends=False, warm_up=3),
+    "31.7M": replace(OF_SMALL, warm_up=1),
 }
 
 
@@ -213,7 +212,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=["recipe", *MODELS], default="recipe")
+    parser.add_argument("--model", choices=JOBS, default="recipe")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--tokens", type=int, help="maximum tokens per response")
     parser.add_argument("--prompts", type=int, help="prompts per step")
