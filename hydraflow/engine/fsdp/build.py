@@ -35,6 +35,7 @@ from hydraflow.engine.token_exchange import Ulysses
 from hydraflow.models import loading
 from hydraflow.models.adapters import is_adapter
 from hydraflow.models.config import ModelConfig
+from hydraflow.models.experts import one_of_few, pad_experts
 from hydraflow.models.gated import replace_gates
 from hydraflow.models.heads import PolicyModel, ValueModel
 from hydraflow.models.linear import speed_up_linears
@@ -43,6 +44,8 @@ from hydraflow.models.rotary import replace_rotations
 from hydraflow.models.rounded import require_rounded_layers, round_products
 
 log = logging.getLogger(__name__)
+FEW_SIZES = "hydraflow_few_sizes"
+"""Experts whose numbers of rows are `one_of_few`, in transformers' table."""
 
 
 def build_model(
@@ -77,6 +80,9 @@ def build_model(
     elif model.lora_rank > 0:
         lora.add_adapters(module.hf, model, dtype, field=field)
     speed_up_linears(module)
+    computed = resolve_dtype(fsdp.compute_dtype, device.type)
+    if device.type == "cpu" and computed.itemsize == 2:
+        pad_experts(module, FEW_SIZES, one_of_few)
     if trained and model.enable_gradient_checkpointing:
         _checkpoint_activations(module, config.model_type)
     shard(module, fsdp, groups.shards, device)
@@ -91,7 +97,7 @@ def build_model(
         ulysses=None if groups.sequence is None else Ulysses(groups.sequence),
         own_attention=loading.own_attention(config, model_class),
         device=device,
-        dtype=resolve_dtype(fsdp.compute_dtype, device.type),
+        dtype=computed,
         field=field,
         path=model.path,
     )
