@@ -23,6 +23,7 @@ CALLED_BY_LIBRARIES = {
     "hydraflow/engine/megatron/without_cuda.py: _Loader.get_code": "import",
     "hydraflow/engine/optim.py: ShardAdamW._init_group": "torch",
     "hydraflow/generation/cache.py: GrowingLayer.get_seq_length": "transformers",
+    "hydraflow/generation/cache.py: SlidingLayer.get_seq_length": "transformers",
     "hydraflow/engine/stored/pieces.py: _Window.readinto": "io",
     "hydraflow/engine/stored/pieces.py: _Window.seekable": "io",
     "hydraflow/system/role_logs.py: PrintedLines.writable": "io",

@@ -9,12 +9,13 @@ Legend: B rows, H key-value heads, L tokens so far, D head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hydraflow.models.config_keys import for_cache
 from hydraflow.models.decoding_sizes import with_room
@@ -33,20 +34,20 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Appends (B, H, new, D) and returns all tokens so far."""
-        if self.length == 0:
+        """Appends (B, H, new, D) and returns all tokens that the new ones may attend to."""
+        if not self.is_initialized:
             # no spare capacity for prompts: the rows sampled from them are copied into tensors with capacity
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values, self.length = key_states, value_states, key_states.shape[-2]
             return self.keys, self.values
-        end = self.length + key_states.shape[-2]
-        if end > self.keys.shape[-2]:
-            self.keys = self._with_room(self._used(self.keys), end)
-            self.values = self._with_room(self._used(self.values), end)
-        self.keys[:, :, self.length : end] = key_states
-        self.values[:, :, self.length : end] = value_states
-        self.length = end
-        return self._used(self.keys), self._used(self.values)
+        new = key_states.shape[-2]
+        if self.length + new > self.keys.shape[-2]:
+            self._copy(new)
+        start, seen = self.length - self._seen(), self.length + new
+        self.keys[:, :, self.length : seen] = key_states
+        self.values[:, :, self.length : seen] = value_states
+        self.length = seen
+        return self.keys[:, :, start:seen], self.values[:, :, start:seen]
 
     def get_seq_length(self) -> int:
         """Tokens so far."""
@@ -54,24 +55,71 @@ class GrowingLayer(DynamicLayer):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Selects rows, with repetition; the name is Hugging Face's."""
-        self.keys = self._with_room(self._used(self.keys).index_select(0, beam_idx), self.length + 1)
-        self.values = self._with_room(self._used(self.values).index_select(0, beam_idx), self.length + 1)
+        self._copy(1, beam_idx)
 
-    def _used(self, states: Tensor) -> Tensor:
-        return states[:, :, : self.length]
+    def _seen(self) -> int:
+        """Tokens of the cache that the next one attends to."""
+        return self.length
 
-    @staticmethod
-    def _with_room(states: Tensor, needed: int) -> Tensor:
-        rows, heads, length, dim = states.shape
-        grown = states.new_empty(rows, heads, with_room(needed), dim)
-        grown[:, :, :length] = states
-        return grown
+    def _copy(self, new: int, rows: Tensor | None = None) -> None:
+        """Moves what later tokens attend to, of these rows or of all, into tensors with room for `new`
+        more."""
+        used = slice(self.length - self._seen(), self.length)
+        self.keys, self.values = (
+            _with_room(states[:, :, used], new, rows) for states in (self.keys, self.values)
+        )
+        self.length = used.stop - used.start
 
 
-def new_cache(config: PreTrainedConfig, *, growing: bool) -> Cache:
-    """An empty cache: our own for models in which every layer attends to every token, else the one that
-    transformers picks."""
-    return Cache(layer_class_to_replicate=GrowingLayer) if growing else DynamicCache(config=for_cache(config))
+class SlidingLayer(GrowingLayer):
+    """The same where a token attends to the last `sliding_window` tokens, itself among them."""
+
+    is_sliding = True
+    get_mask_sizes = DynamicSlidingWindowLayer.get_mask_sizes
+
+    def __init__(self, sliding_window: int) -> None:
+        super().__init__()
+        self.sliding_window, self.cumulative_length = sliding_window, 0
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        self.cumulative_length += key_states.shape[-2]
+        return super().update(key_states, value_states)
+
+    def get_seq_length(self) -> int:
+        """Tokens so far, also those out of sight."""
+        return self.cumulative_length
+
+    def _seen(self) -> int:
+        return min(self.length, self.sliding_window - 1)
+
+
+def _with_room(states: Tensor, new: int, rows: Tensor | None) -> Tensor:
+    """A copy of (B, H, L, D), or of these rows of it, with capacity for at least `new` more tokens."""
+    states = states if rows is None else states.index_select(0, rows)
+    count, heads, length, dim = states.shape
+    grown = states.new_empty(count, heads, with_room(length + new), dim)
+    grown[:, :, :length] = states
+    return grown
+
+
+_OURS: dict[type, Callable[[Any], GrowingLayer]] = {
+    DynamicLayer: lambda _: GrowingLayer(),
+    DynamicSlidingWindowLayer: lambda layer: SlidingLayer(layer.sliding_window),
+}
+"""Layers of transformers' cache -> ours in their place."""
+
+
+def new_cache(config: PreTrainedConfig, *, alike: bool, growing: bool) -> Cache:
+    """An empty cache: our own for models in which every layer attends to every token (`alike`), else the one
+    that transformers picks, `growing` if its layers of keys and values are replaced by ours."""
+    if alike:
+        return Cache(layer_class_to_replicate=GrowingLayer)
+    cache = DynamicCache(config=for_cache(config))
+    if growing:
+        cache.layers = [_OURS.get(type(layer), lambda same: same)(layer) for layer in cache.layers]
+    return cache
 
 
 def join_rows(caches: Sequence[Cache]) -> Cache:

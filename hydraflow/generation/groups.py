@@ -62,7 +62,8 @@ class PromptGroup:
         # repeats prompts, and computes more logits than needed, so that every product has LEAST_ROWS rows
         enough = at_least(torch.arange(prompts, device=ids.device), -(-LEAST_ROWS // self._width))
         ids, pad = ids[enough], pad[enough]
-        cache = new_cache(self._forward.model.config, growing=self._forward.pads)
+        forward = self._forward
+        cache = new_cache(forward.model.config, alike=forward.pads, growing=forward.mixes)
         mask = positions = None
         if self._forward.pads:
             padding = self._key_padding(pad)[:, None, None, :]

@@ -1,0 +1,34 @@
+"""Layers of the key-value cache against transformers' own: the same keys, values and sizes of masks, without
+a copy for every token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from hydraflow.generation.cache import GrowingLayer, SlidingLayer
+
+
+@pytest.mark.parametrize("window", [None, 2, 5, 24, 64])
+@pytest.mark.parametrize("prompt", [1, 4, 5, 30])
+def test_a_layer_that_grows_and_loses_rows(window: int | None, prompt: int) -> None:
+    draw = torch.Generator().manual_seed(prompt)
+    ours = GrowingLayer() if window is None else SlidingLayer(window)
+    theirs = DynamicLayer() if window is None else DynamicSlidingWindowLayer(window)
+    assert (ours.get_seq_length(), ours.is_sliding) == (0, theirs.is_sliding)
+    rows, copies = 3, 0
+    for step in range(60):
+        assert ours.get_mask_sizes(1) == theirs.get_mask_sizes(1)
+        new = torch.randn(2, rows, 2, 1 if step else prompt, 4, generator=draw)
+        before = ours.keys.data_ptr() if step else 0
+        for mine, right in zip(ours.update(*new), theirs.update(*new), strict=True):
+            assert torch.equal(mine, right)
+        copies += ours.keys.data_ptr() != before
+        assert ours.get_seq_length() == theirs.get_seq_length() == prompt + step
+        if step in (0, 17, 18, 40):
+            chosen = torch.randint(rows, (5 if step == 0 else rows - 1,), generator=draw).sort().values
+            rows = len(chosen)
+            ours.reorder_cache(chosen)
+            theirs.reorder_cache(chosen)
+    assert copies <= 12
