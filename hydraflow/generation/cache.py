@@ -1,8 +1,9 @@
 """The key-value cache of a batch that loses rows while it grows in length.
 
-In: keys and values of new tokens, and selections of rows. Out: keys and values of all tokens so far. Left out
-on purpose: paging. Rows of a wave have equal lengths, so a plain tensor with spare capacity wastes little.
-Hugging Face's dynamic cache copies everything at every token; this one copies only when it is full.
+In: keys and values of new tokens, and selections of rows. Out: the keys and values that the new tokens attend
+to. Left out on purpose: paging. Rows of a wave have equal lengths, so a plain tensor with spare capacity
+wastes little. Hugging Face's dynamic cache copies everything at every token; this one copies only when it is
+full.
 
 Legend: B rows, H key-value heads, L tokens so far, D head dimension.
 """
@@ -22,7 +23,7 @@ from hydraflow.models.decoding_sizes import with_room
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values of one layer, (B, H, room, D), of which the first `length` tokens are in use."""
+    """Keys and values of one layer, (B, H, room, D), of which the first `length` tokens are filled."""
 
     keys: Tensor
     values: Tensor
@@ -43,19 +44,20 @@ class GrowingLayer(DynamicLayer):
         new = key_states.shape[-2]
         if self.length + new > self.keys.shape[-2]:
             self._copy(new)
-        start, seen = self.length - self._seen(), self.length + new
-        self.keys[:, :, self.length : seen] = key_states
-        self.values[:, :, self.length : seen] = value_states
-        self.length = seen
-        return self.keys[:, :, start:seen], self.values[:, :, start:seen]
+        start, end = self.length - self._seen(), self.length + new
+        self.keys[:, :, self.length : end] = key_states
+        self.values[:, :, self.length : end] = value_states
+        self.length = end
+        return self.keys[:, :, start:end], self.values[:, :, start:end]
 
     def get_seq_length(self) -> int:
         """Tokens so far."""
         return self.length
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Selects rows, with repetition; the name is Hugging Face's."""
-        self._copy(1, beam_idx)
+        """Selects rows, with repetition; the name is Hugging Face's. A layer may have no keys of its own."""
+        if self.is_initialized:
+            self._copy(1, beam_idx)
 
     def _seen(self) -> int:
         """Tokens of the cache that the next one attends to."""
@@ -65,9 +67,8 @@ class GrowingLayer(DynamicLayer):
         """Moves what later tokens attend to, of these rows or of all, into tensors with room for `new`
         more."""
         used = slice(self.length - self._seen(), self.length)
-        self.keys, self.values = (
-            _with_room(states[:, :, used], new, rows) for states in (self.keys, self.values)
-        )
+        self.keys = _with_room(self.keys[:, :, used], new, rows)
+        self.values = _with_room(self.values[:, :, used], new, rows)
         self.length = used.stop - used.start
 
 
@@ -111,13 +112,13 @@ _OURS: dict[type, Callable[[Any], GrowingLayer]] = {
 """Layers of transformers' cache -> ours in their place."""
 
 
-def new_cache(config: PreTrainedConfig, *, alike: bool, growing: bool) -> Cache:
-    """An empty cache: our own for models in which every layer attends to every token (`alike`), else the one
-    that transformers picks, `growing` if its layers of keys and values are replaced by ours."""
-    if alike:
+def new_cache(config: PreTrainedConfig, *, pads: bool, mixes: bool) -> Cache:
+    """An empty cache for a model whose forward `pads` or `mixes` (`forward.py`): then all of its layers are
+    our own, or those for which there is one. Otherwise it is transformers' own."""
+    if pads:
         return Cache(layer_class_to_replicate=GrowingLayer)
     cache = DynamicCache(config=for_cache(config))
-    if growing:
+    if mixes:
         cache.layers = [_OURS.get(type(layer), lambda same: same)(layer) for layer in cache.layers]
     return cache
 

@@ -8,9 +8,9 @@ its rows. Left out on purpose: which prompts share a wave (`layout.py`), the row
 A row's numbers must not depend on its neighbours. Kernels for few rows sum in a different order: on CPUs with
 AVX-512, a row of a matrix product has the same bits in any batch of at least 16 rows, and other bits in
 smaller ones. So no product here has fewer rows (`LEAST_ROWS`): rows are repeated to fill up, and experts get
-rows of zeros (`steady.py`). Elementwise kernels compute the tail of a tensor otherwise, which matters where
-rows times width is no multiple of the vector's size. There, with several threads, or on a GPU, the last bits
-may still differ.
+rows of zeros (`models/experts.py`). Elementwise kernels compute the tail of a tensor otherwise, which matters
+where rows times width is no multiple of the vector's size. There, with several threads, or on a GPU, the last
+bits may still differ.
 
 Legend: Q prompts, B rows in the batch now, W rows of the wave, V vocabulary, L tokens so far.
 """

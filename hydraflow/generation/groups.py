@@ -63,16 +63,16 @@ class PromptGroup:
         enough = at_least(torch.arange(prompts, device=ids.device), -(-LEAST_ROWS // self._width))
         ids, pad = ids[enough], pad[enough]
         forward = self._forward
-        cache = new_cache(forward.model.config, alike=forward.pads, growing=forward.mixes)
+        cache = new_cache(forward.model.config, pads=forward.pads, mixes=forward.mixes)
         mask = positions = None
-        if self._forward.pads:
+        if forward.pads:
             padding = self._key_padding(pad)[:, None, None, :]
             mask = padding + padding.new_full((self._width, self._width), -torch.inf).triu_(1)
             # padding attends to itself: a mask row of only -inf gives NaN, which would spread via the cache
             mask.diagonal(dim1=-2, dim2=-1).zero_()
             positions = (torch.arange(self._width, device=ids.device)[None, :] - pad[:, None]).clamp_(min=0)
         last = -(-LEAST_ROWS // len(ids))
-        return self._forward(ids, cache, mask, positions, last)[:prompts, -1], cache
+        return forward(ids, cache, mask, positions, last)[:prompts, -1], cache
 
     def _key_padding(self, pad: Tensor) -> Tensor:
         """Additive mask over a prompt's tokens, (Q, P): -inf at padding."""

@@ -1,8 +1,8 @@
 """Products in which a row's bits do not depend on the other rows, on a CPU.
 
 In: a model for generation. Out: the same model, with two replacements. Products of few rows sum in another
-order (`decode.py`): each chosen expert gets LEAST_ROWS (`models/experts.py`). A layer with one output is a
-product with a vector, whose order depends on the number of rows: it is computed with two.
+order (`decode.py`): each chosen expert gets at least LEAST_ROWS (`models/experts.py`). A layer with one
+output is a product with a vector, whose order depends on the number of rows: it is computed with two.
 """
 
 from __future__ import annotations

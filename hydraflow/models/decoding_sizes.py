@@ -33,8 +33,17 @@ def padded_width(length: int) -> int:
     >>> [padded_width(n) for n in (1, 4, 5, 30, 33, 65, 1000)]
     [4, 4, 8, 32, 40, 80, 1024]
     """
-    step = max(4, 2 ** (length - 1).bit_length() // 8)
-    return -(-length // step) * step
+    return in_steps(length, 8, least=4)
+
+
+def in_steps(number: int, parts: int, *, least: int) -> int:
+    """`number` rounded up to a multiple of `least` or, if that is more, of the next power of two / `parts`.
+
+    >>> in_steps(600, 32, least=1)
+    608
+    """
+    step = max(least, 2 ** (number - 1).bit_length() // parts)
+    return -(-number // step) * step
 
 
 def with_room(needed: int) -> int:

@@ -1,11 +1,12 @@
 """The number of rows with which the experts of transformers' mixtures multiply, on a CPU.
 
 transformers' `grouped_mm` multiplies the rows of each expert together, however many these are. For bfloat16,
-oneDNN compiles a product for each number of rows, and keeps about a thousand: a quarter of a millisecond for
-products that take as long, where hundreds of tokens choose among some experts anew in every step.
-In: a model, and the rows that a given number is filled up to. Out: the same model, in which rows of zeros are
-routed to the experts that were chosen. Left out on purpose: GPUs, and models whose code multiplies experts
-itself.
+oneDNN compiles a product for each number of rows. That takes about 0.25 ms, as long as a small product
+itself, and the numbers change in every step, so that oneDNN's cache of about a thousand products rarely
+helps.
+In: a model, and how many rows there should be for a given number. Out: the same model, in which rows of zeros
+are routed to the experts that were chosen. Left out on purpose: GPUs, and models whose code multiplies
+experts itself.
 
 Legend: N tokens, H hidden size, E experts, K experts of each token.
 """
@@ -20,13 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hydraflow.models.decoding_sizes import in_steps
+
 _REPLACED = "grouped_mm"
 
 
 def pad_experts(model: nn.Module, name: str, rows: Callable[[int], int]) -> None:
-    """Fills the rows of each expert up to `rows` of their number, which is at least one. `name` stands for
-    this function in transformers' table. Keeps the parameters, and the configuration, which other models may
-    share."""
+    """Pads each chosen expert from n rows to `rows(n)`; the one with the fewest gets a few more if their sum
+    is no multiple of the experts of a token. `name` stands for this in transformers' table. Keeps the
+    parameters, and the configuration, which other models may share."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(name, partial(_padded, rows))
@@ -43,8 +46,7 @@ def one_of_few(rows: int) -> int:
     >>> [one_of_few(n) for n in (1, 31, 33, 100, 600, 1024)]
     [1, 31, 34, 100, 608, 1024]
     """
-    step = max(1, 2 ** (rows - 1).bit_length() // 32)
-    return -(-rows // step) * step
+    return in_steps(rows, 32, least=1)
 
 
 def _padded(
@@ -55,10 +57,12 @@ def _padded(
 
     tokens, chosen = experts.shape
     counts = torch.bincount(experts.flatten(), minlength=module.num_experts).tolist()
-    missing = torch.tensor([rows(count) - count if count else 0 for count in counts], device=hidden.device)
-    slots = torch.repeat_interleave(missing)  # an expert for each row of zeros
+    wanted = [rows(count) if count else 0 for count in counts]
+    if left := -sum(wanted) % chosen:
+        wanted[wanted.index(min(filter(None, wanted)))] += left
+    missing = torch.tensor(wanted, device=hidden.device).sub_(torch.tensor(counts, device=hidden.device))
+    slots = torch.repeat_interleave(missing).view(-1, chosen)  # an expert for each row of zeros
     if len(slots):
-        slots = torch.cat([slots, slots[-1:].expand(-len(slots) % chosen)]).view(-1, chosen)
         hidden = torch.cat([hidden, hidden.new_zeros(len(slots), hidden.shape[1])])
         experts = torch.cat([experts, slots.to(experts.dtype)])
         weights = torch.cat([weights, weights.new_zeros(slots.shape)])

@@ -28,8 +28,8 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen3_moe": (512, dict(model_type="qwen3_moe", **SMALL, **EXPERTS)),
 }
 """Name -> characters of the tokenizer, and sizes of a Qwen3 (named by its number of parameters), or values of
-the config of another type. Of these, gpt2 has 0.99 million parameters, qwen3_moe 2.6, and a token uses as
-many of them as one of 0.85M."""
+the config of another type. Of these, gpt2 has 0.99 million parameters, qwen3_moe 2.6, of which a token uses
+about 0.85."""
 CONSTANT = 4.0
 """200 times the standard deviation of the embeddings' other entries."""
 

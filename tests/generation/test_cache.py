@@ -32,3 +32,9 @@ def test_a_layer_that_grows_and_loses_rows(window: int | None, prompt: int) -> N
             ours.reorder_cache(chosen)
             theirs.reorder_cache(chosen)
     assert copies <= 12
+
+
+def test_a_layer_that_attends_to_anothers_keys_has_no_rows_to_select() -> None:
+    layer = SlidingLayer(4)
+    layer.reorder_cache(torch.tensor([0]))
+    assert layer.get_seq_length() == 0

@@ -24,12 +24,18 @@ def test_few_numbers_of_rows_little_larger_than_those_asked_for() -> None:
     assert len(set(few)) == 32 + 16 * 7, "16 between powers of two from 32 on"
 
 
+def in_sevens(rows: int) -> int:
+    """A number that the two experts of a token do not divide."""
+    return -(-rows // 7) * 7
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_values_and_gradients_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = torch.Generator().manual_seed(0)
     model, tokens = made(name), torch.randint(2, VOCABULARY, (3, 32), generator=draw)
     found: list[list[Tensor]] = []
     numbers: list[int] = []
+    layers = model.config.num_hidden_layers
     inner = moe.grouped_mm_experts_forward
 
     def counted(module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
@@ -39,13 +45,13 @@ def test_values_and_gradients_are_the_same(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(moe, "grouped_mm_experts_forward", counted)
     for padded in (False, True):
         if padded:
-            pad_experts(model, "of_this_test", lambda rows: -(-rows // 16) * 16)
+            pad_experts(model, "of_this_test", in_sevens)
         logits = model(tokens).logits
         numbers, seen = [], numbers
         logits.square().mean().backward()
         found.append([logits, *(p.grad for p in model.parameters() if p.grad is not None)])
         model.zero_grad()
-    assert seen and {number % 16 for number in seen} == {0}
+    assert [number % 7 for number in seen].count(0) >= len(seen) - layers > 0, "all but one in each layer"
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 

@@ -81,7 +81,7 @@ def build_model(
         lora.add_adapters(module.hf, model, dtype, field=field)
     speed_up_linears(module)
     computed = resolve_dtype(fsdp.compute_dtype, device.type)
-    if device.type == "cpu" and computed.itemsize == 2:
+    if device.type == "cpu" and computed == torch.bfloat16:
         pad_experts(module, FEW_SIZES, one_of_few)
     if trained and model.enable_gradient_checkpointing:
         _checkpoint_activations(module, config.model_type)
