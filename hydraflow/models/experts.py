@@ -60,8 +60,9 @@ def _padded(
     wanted = [rows(count) if count else 0 for count in counts]
     if left := -sum(wanted) % chosen:
         wanted[wanted.index(min(filter(None, wanted)))] += left
-    missing = torch.tensor(wanted, device=hidden.device).sub_(torch.tensor(counts, device=hidden.device))
-    slots = torch.repeat_interleave(missing).view(-1, chosen)  # an expert for each row of zeros
+    missing = [enough - count for enough, count in zip(wanted, counts, strict=True)]
+    # an expert for each row of zeros
+    slots = torch.repeat_interleave(torch.tensor(missing, device=hidden.device)).view(-1, chosen)
     if len(slots):
         hidden = torch.cat([hidden, hidden.new_zeros(len(slots), hidden.shape[1])])
         experts = torch.cat([experts, slots.to(experts.dtype)])

@@ -17,7 +17,7 @@ from hydraflow.models.tiny import ALPHABET, make_model, make_tokenizer
 SMALL: dict[str, Any] = dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, head_dim=32)
 SMALL |= dict(num_key_value_heads=2, intermediate_size=384, tie_word_embeddings=True)
 """The sizes of 0.85M in other types."""
-KINDS = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
+KINDS = [*["sliding_attention"] * 3, "full_attention"]
 EXPERTS: dict[str, Any] = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=192)
 MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "0.85M": (512, dict(hidden=128, layers=4)),
