@@ -162,8 +162,14 @@ class Implementation:
         return operator.attrgetter(attribute)(found)
 
     def keys(self, *sections: Any) -> dict[str, Any]:
-        """The keys of these sections that it reads, with their effective values."""
-        found = {field.name: section for section in sections for field in fields(section)}
+        """The keys of these sections that it reads, with their effective values. A section within them is no
+        key."""
+        found = {
+            field.name: section
+            for section in sections
+            for field in fields(section)
+            if not is_dataclass(getattr(section, field.name))
+        }
         return {name: effective_value(found[name], name) for name in self.reads if name in found}
 
     def bound(self, *sections: Any) -> Any:

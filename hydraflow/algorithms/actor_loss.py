@@ -74,7 +74,9 @@ class ActorLoss:
         terms = self.policy_loss(tokens, **{name: keep(columns[name], mask) for name in self.loss_columns})
         stats = {"actor/ppo_kl": -bounded_log_ratio(tokens).detach()} | terms.stats
         importance, found = self._importance(columns, logp, old_logp)
-        policy = terms.loss if importance is None else terms.loss * importance
+        policy = keep(terms.loss, mask)
+        if importance is not None:
+            policy = policy * importance
         loss = (policy * weights).sum()
         sums = {"actor/pg_loss": loss}
         if self.distillation is not None:

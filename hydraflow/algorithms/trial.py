@@ -13,19 +13,19 @@ import torch
 from hydraflow.algorithms.advantages import estimate_advantages
 from hydraflow.algorithms.config import AlgorithmConfig
 from hydraflow.algorithms.policy_loss import PolicyLoss
-from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms
-
-ROWS, LENGTH = 4, 3
+from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms, keep
 
 
 def try_loss(loss: PolicyLoss, columns: Sequence[str]) -> str | None:
-    """What is wrong with the loss's result for 4 rows of 3 tokens, or None. Its exceptions propagate.
-    columns: those that it takes by name."""
+    """What is wrong with the loss's result or gradient for 5 rows of 3 tokens, or None. Its exceptions
+    propagate. columns: those that it takes by name."""
     draw = torch.Generator().manual_seed(0)
-    logp, old, advantages = torch.rand(3, ROWS, LENGTH, generator=draw)
-    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 1], [1, 1, 1]])
-    logp, old = (-mask * logp).requires_grad_(), -mask * old
-    terms = loss(TokenInputs(logp, old, mask * (advantages - 0.5), mask), **dict.fromkeys(columns, old))
+    # the last row has no trained token, as one that rollout correction rejects
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 1], [1, 1, 1], [0, 0, 0]])
+    logp, old, advantages = torch.rand(3, *mask.shape, generator=draw)
+    logp, old = (-logp).requires_grad_(), -mask * old
+    inputs = TokenInputs(keep(logp, mask), old, mask * (advantages - 0.5), mask)
+    terms = loss(inputs, **dict.fromkeys(columns, old))
     if not isinstance(terms, TokenTerms):
         return f"returned a {type(terms).__name__}, not TokenTerms(loss, stats)"
     for what, tensor in {"loss": terms.loss, **terms.stats}.items():
@@ -34,7 +34,12 @@ def try_loss(loss: PolicyLoss, columns: Sequence[str]) -> str | None:
             return f"{what} must have the shape (B, R) of its inputs, {tuple(mask.shape)}, but has {shape}"
     if not terms.loss.requires_grad:
         return "its loss has no gradient: it does not depend on tokens.log_probs"
-    return None if bool(terms.loss[mask.bool()].isfinite().all()) else "its loss is not finite"
+    if not bool(terms.loss[mask.bool()].isfinite().all()):
+        return "its loss is not finite"
+    (gradient,) = torch.autograd.grad(keep(terms.loss, mask).sum(), logp)
+    if not bool(gradient.isfinite().all()):
+        return "its gradient is not finite; where the mask is 0, log-probabilities and advantages are 0, too"
+    return None
 
 
 def try_estimator(config: AlgorithmConfig) -> str | None:

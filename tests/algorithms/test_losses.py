@@ -16,7 +16,7 @@ from hydraflow.algorithms.gspo import gspo
 from hydraflow.algorithms.policy_loss import vanilla
 from hydraflow.algorithms.sapo import sapo
 from hydraflow.algorithms.sft_loss import SFTLoss
-from hydraflow.algorithms.token_terms import TokenInputs
+from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms
 
 
 def f64(rows) -> torch.Tensor:
@@ -207,6 +207,30 @@ def test_actor_loss_by_hand():
     assert metrics["actor/entropy"].value == pytest.approx(0.4) and metrics["actor/entropy"].weight == 2.0
     assert metrics["actor/pg_clipfrac"].value == 0.5
     assert metrics["actor/ppo_kl"].value == pytest.approx(-math.log(2) / 2)
+
+
+def test_terms_of_untrained_tokens_may_be_anything():
+    """A row's mean over its trained tokens, which a row without one does not have."""
+
+    def by_row(tokens: TokenInputs) -> TokenTerms:
+        ratio = (tokens.log_probs - tokens.old_log_probs) * tokens.mask
+        mean = (ratio.sum(1, keepdim=True) / tokens.mask.sum(1, keepdim=True)).exp()
+        return TokenTerms(-tokens.advantages * mean, {"actor/mine": mean.detach().expand_as(ratio)})
+
+    columns = {
+        "response_mask": torch.tensor([[1, 1], [0, 0]]),
+        "old_log_probs": f64([[0.0, 0.0], [0.0, 0.0]]),
+        "advantages": f64([[1.0, 3.0], [0.0, 0.0]]),
+    }
+    loss_fn = ActorLoss(policy_loss=by_row, denominators=Denominators(2.0, 1.0), scale_factor=1.0)
+    log_probs = f64([[math.log(4), 0.0], [5.0, 5.0]]).requires_grad_()
+    loss, metrics = loss_fn(output(log_probs), columns)
+    (gradient,) = torch.autograd.grad(loss, log_probs)
+    assert loss.item() == pytest.approx(-(1 + 3) / 2 * 2), "the mean ratio is 2"
+    assert gradient.tolist() == [[pytest.approx(-2.0)] * 2, [0.0, 0.0]]
+    assert metrics["actor/pg_loss"].value == pytest.approx(-4) and metrics[
+        "actor/mine"
+    ].value == pytest.approx(2)
 
 
 def test_actor_loss_without_extras_reads_no_reference_and_no_entropy():

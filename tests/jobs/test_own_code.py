@@ -103,6 +103,12 @@ def test_the_facts_are_those_of_the_signature(choose: Choose) -> None:
         ("def f(): pass\n", {"loss": "f"}, "must take the tokens"),
         ("def f(scores, values): pass\n", {"estimator": "f"}, "it cannot take values"),
         ("def f(scores, *, lamda): pass\n", {"estimator": "f"}, "parameter lamda is not a key of algorithm"),
+        ("def f(tokens, *, optim): pass\n", {"loss": "f"}, "parameter optim is not a key of actor"),
+        (
+            "def f(scores, *, kl_ctrl): pass\n",
+            {"estimator": "f"},
+            "parameter kl_ctrl is not a key of algorithm",
+        ),
     ],
 )
 def test_parameters_that_do_not_fit(choose: Choose, text: str, names: dict[str, str], words: str) -> None:
@@ -121,6 +127,13 @@ def test_parameters_that_do_not_fit(choose: Choose, text: str, names: dict[str, 
         ),
         ("def f(tokens):\n    return {}[tokens]\n", {"loss": "f"}, "(line 2: return {}[tokens])"),
         ("def f(tokens):\n    return tokens.log_probs\n", {"loss": "f"}, "returned a Tensor, not TokenTerms"),
+        (
+            "from hydraflow.algorithms.token_terms import TokenTerms\ndef f(tokens):\n"
+            "    weight = 1 / (1 - tokens.old_log_probs.exp())\n"  # infinite in padding alone
+            "    return TokenTerms(-weight * tokens.log_probs.sum(1, keepdim=True).exp())\n",
+            {"loss": "f"},
+            "its gradient is not finite; where the mask is 0,",
+        ),
         ("def f(scores):\n    return scores / 0\n", {"estimator": "f"}, "advantages are not finite"),
     ],
 )
