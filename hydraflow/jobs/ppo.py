@@ -59,6 +59,7 @@ from hydraflow.trainer.roles import (
     SamplingRoles,
     build_roles,
     build_sampling_roles,
+    most_failed_share,
     pool_of,
     rewards_are_optional,
 )
@@ -247,7 +248,7 @@ class PPOJob:
         """Samples and scores every step's prompts; nothing is trained or saved."""
         roles = build_sampling_roles(self.config, plan, session.runtime)
         source = self.source(plan, session.runtime, roles, loader)
-        most = self.config.reward.max_failed_share
+        most = most_failed_share(self.config)
         trainer = RolloutTrainer(plan, session.runtime, source, self._dump(), most)
         loop = self._loop(session, plan, roles, trainer, prompts, session.open_trackers(plan.total_steps))
         session.why = loop.fit(None, plan.total_steps, validate_first=self.config.trainer.val_before_train)

@@ -8,6 +8,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+LARGEST = 3.4028234663852886e38
+"""Of float32, which columns of scores have."""
+
 Result = tuple[float | None, dict[str, float], str | None]
 """(score, other numbers, error); no score if it failed."""
 
@@ -29,10 +32,14 @@ def read_value(value: Any) -> Result:
         return None, {}, f"returned a {type(fields['score']).__name__}, not a number"
     if not math.isfinite(score):
         return None, {}, f"returned {score}, not a finite number"
+    if abs(score) > LARGEST:
+        return None, {}, f"returned {score:g}, which is beyond the range of float32"
     numbers = {str(name): _number(field) for name, field in fields.items() if name != "score"}
     if "acc" in numbers and numbers["acc"] is None:
         return None, {}, f"returned acc={fields['acc']!r:.100}, not a number"
-    extra = {name: number for name, number in numbers.items() if number is not None and math.isfinite(number)}
+    extra = {
+        name: number for name, number in numbers.items() if number is not None and abs(number) <= LARGEST
+    }
     return score, extra, None
 
 

@@ -145,7 +145,8 @@ class PPOTrainer:
         self.metrics |= scored.meta_info.get(FUNCTION_MEANS) or {}
         failed, why = int(self.metrics["reward/failed_rows"]), scored.meta_info.get(WHY_FAILED)
         most, so = self.config.reward.max_failed_share, "nothing was trained on them"
-        check_failures(failed, len(batch), why, most, where=f"step {step}", so=so)
+        unscored = estimated.meta_info["unscored"]
+        check_failures(failed, len(batch), why, most, where=f"step {step}", so=so, unscored=unscored)
         if left_out := estimated.meta_info["left_out"]:
             batch = batch.select_idxs(np.delete(np.arange(len(batch)), left_out))
         return batch.union(estimated)

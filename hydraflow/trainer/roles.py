@@ -245,6 +245,7 @@ def _training_roles(config: PPOConfig, plan: BatchPlan, skip_limits: SkipLimits)
         config.algorithm,
         config.data.max_response_length,
         drop_failed=config.reward.on_failure == "mask",
+        needs_function=function_is_needed(config),
         overlong=overlong_buffer(config),
         distillation=None if in_loss else distillation,
     )
@@ -413,9 +414,24 @@ def reference_engine(policy: ActorRolloutRefConfig, layout: Layout) -> EngineCon
 def rewards_are_optional(config: PPOConfig) -> bool:
     """Whether rows may be of a data source without a reward function: a reward model scores them, or training
     uses teachers alone."""
+    return config.reward.reward_model.enable or _teachers_alone(config)
+
+
+def function_is_needed(config: PPOConfig) -> bool:
+    """Whether a row on which the reward function failed has nothing else to learn from."""
+    if config.reward.reward_model.enable:
+        return estimator_of(config.algorithm.adv_estimator).several_rewards and not _teachers_alone(config)
+    return not _teachers_alone(config)
+
+
+def most_failed_share(config: PPOConfig) -> float:
+    """`reward.max_failed_share`, or 1.0 where rows need no reward function."""
+    return config.reward.max_failed_share if function_is_needed(config) else 1.0
+
+
+def _teachers_alone(config: PPOConfig) -> bool:
     teachers = config.distillation
-    alone = teachers.enabled and not teachers.distillation_loss.use_task_rewards
-    return config.reward.reward_model.enable or alone
+    return teachers.enabled and not teachers.distillation_loss.use_task_rewards
 
 
 def reward_model(config: PPOConfig) -> ModelConfig:

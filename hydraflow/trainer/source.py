@@ -89,16 +89,24 @@ def scores_of(taken: Trajectories, names: Sequence[str] = SCORES) -> RemoteBatch
 
 
 def check_failures(
-    failed: int, rows: int, first_cause: str | None, max_share: float, *, where: str, so: str
+    failed: int,
+    rows: int,
+    first_cause: str | None,
+    max_share: float,
+    *,
+    where: str,
+    so: str,
+    unscored: int | None = None,
 ) -> None:
-    """Logs how many rows the reward function failed on, and the first error. GuardStop when they are more
-    than the share `max_share` of the rows. `so`: the consequence, for the message. `first_cause` None: the
-    scores are a reward model's, and some are not finite."""
+    """Logs on how many rows the reward function failed, and the first error. GuardStop when the `unscored`
+    ones, by default all, are more than the share `max_share` of the rows. `so`: the consequence, for the
+    message. `first_cause` None: the scores are a reward model's, and some are not finite."""
     first_cause = first_cause or "a score of the reward model is not a finite number"
-    require_scored(failed, rows, first_cause, max_share, where=where, so=so)
+    unscored = failed if unscored is None else unscored
+    require_scored(unscored, rows, first_cause, max_share, where=where, so=so)
     if failed:
-        text = "%s: %d of %d rows have no score: %s"
-        logger.warning(text, where, failed, rows, first_cause)
+        text = "%s: scoring failed on %d of %d rows, and %d have no score: %s"
+        logger.warning(text, where, failed, rows, unscored, first_cause)
 
 
 class Sampler:

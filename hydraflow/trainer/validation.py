@@ -17,6 +17,7 @@ from hydraflow.schema import PPOConfig
 from hydraflow.tracking.run_folder import RunFolder
 from hydraflow.tracking.trackers import Trackers
 from hydraflow.trainer.generations import GenerationDump, ScoredResponses, read_scored
+from hydraflow.trainer.roles import most_failed_share
 from hydraflow.trainer.source import TrajectorySource, check_failures
 from hydraflow.workers.reward import WHY_FAILED
 
@@ -55,7 +56,7 @@ class Validator:
             self.dump.write(step, [row for part in parts for row in part.rows(step)])
         failed = np.concatenate([part.failed for part in parts])
         causes = (part.scoring.get().meta_info.get(WHY_FAILED) for part in taken)
-        why, most = next(filter(None, causes), None), self.config.reward.max_failed_share
+        why, most = next(filter(None, causes), None), most_failed_share(self.config)
         where, so = f"validation after step {step}", "its averages would mean nothing"
         check_failures(int(failed.sum()), len(failed), why, most, where=where, so=so)
         if samples := self._samples(parts):

@@ -41,6 +41,9 @@ class AdvantageSpec:
     """Longest response, for `response_length/clip_ratio`."""
     drop_failed: bool = True
     """Leave out rows that the reward function failed on."""
+    needs_function: bool = True
+    """Rows that the reward function failed on have no score; False: a reward model scores them, or they learn
+    from teachers alone."""
     overlong: OverlongBuffer | None = None
     """Penalty for long responses; None: no penalty."""
     distillation: Distillation | None = None
@@ -73,14 +76,15 @@ class AdvantageWorker(Worker):
         """From `score` in `scored`: `advantages` and `returns` of the rows that are trained on.
 
         `meta_info["metrics"]` describes the step's data, `meta_info["state"]` is the state for
-        `load_state_dict`. `meta_info["left_out"]` lists the excluded rows: faulted ones, those whose reward
-        function failed unless failures are scored, and the last remaining sample of a group, which has
-        nothing to be compared with.
+        `load_state_dict`. `meta_info["unscored"]` counts the rows without a score, `meta_info["left_out"]`
+        lists the excluded rows: faulted ones, those without a score unless failures are scored, and the last
+        remaining sample of a group, which has nothing to be compared with.
         """
         reasons = batch.get("finish_reason")
         no_number = ~_are_numbers(scored)
         failed = scored.get("failed") | no_number
-        unusable = is_faulted(reasons) | (failed if self.spec.drop_failed else no_number)
+        unscored = failed if self.spec.needs_function else no_number
+        unusable = is_faulted(reasons) | (unscored if self.spec.drop_failed else no_number)
         if compares_groups(self.spec.algorithm):
             unusable = unusable | is_without_peers(batch.get("group"), batch.get("sample"), unusable)
         left_out = unusable.nonzero()[:, 0].tolist()
@@ -89,7 +93,7 @@ class AdvantageWorker(Worker):
         answer = self._compute(batch, scored) if len(batch) else DataProto(meta_info={"metrics": {}})
         answer.meta_info["metrics"] |= count_ends(reasons) | {"reward/failed_rows": float(failed.sum())}
         state = {"kl": self.kl.state_dict(), "scores": self.scores.state_dict()}
-        answer.meta_info |= {"state": state, "left_out": left_out}
+        answer.meta_info |= {"state": state, "left_out": left_out, "unscored": int(unscored.sum())}
         return answer
 
     def _compute(self, batch: DataProto, scored: DataProto) -> DataProto:

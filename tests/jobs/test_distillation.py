@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs.command import LOCAL, assert_refused, completed, hydraflow, read_steps
+from jobs.command import LOCAL, assert_refused, completed, hydraflow, read_numbers, read_steps
 from jobs.conftest import write_lines
 from transformers import AutoModelForCausalLM
 
@@ -98,6 +98,26 @@ def test_teachers_alone_need_no_reward_function(keys: list[str], teacher: Path, 
     assert step["critic/score/mean"] == 0 and step["actor/grad_norm"] > 0
     rewarded = hydraflow("main_ppo", *keys, *given, f"{LOSS}.use_task_rewards=true", *LOCAL, cwd=tmp_path)
     assert_refused(rewarded, "data_source=mine: has no built-in reward function")
+
+
+@pytest.mark.slow
+def test_teachers_alone_teach_rows_whose_reward_function_fails(
+    keys: list[str], teacher: Path, tmp_path: Path
+) -> None:
+    """All fail, which would end another run; the numbers are those of a run whose function returns 0."""
+    start = "def compute_score(data_source, solution_str, ground_truth, extra_info):"
+    (tmp_path / "fails.py").write_text(f"{start}\n    raise ValueError('no such thing')\n")
+    (tmp_path / "works.py").write_text(f"{start}\n    return 0.0\n")
+    given = [f"+distillation.teachers.default={teacher}", "trainer.total_training_steps=2"]
+    found = {}
+    for name in ("fails", "works"):
+        own = [f"reward.custom_reward_function.path={name}.py", f"trainer.default_local_dir={name}"]
+        done = completed("main_ppo", *keys, *given, *own, *LOCAL, cwd=tmp_path)
+        assert ("scoring failed on 16 of 16 rows, and 0 have no score" in done.stderr) == (name == "fails")
+        found[name] = [row for row in read_numbers(tmp_path / name) if row["step"]]
+    assert [row.pop("reward/failed_rows") for row in found["fails"]] == [16, 16]
+    assert [row.pop("reward/failed_rows") for row in found["works"]] == [0, 0]
+    assert found["fails"] == found["works"] and found["fails"][0]["actor/grad_norm"] > 0
 
 
 def in_buckets(probabilities: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

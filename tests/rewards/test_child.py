@@ -29,6 +29,8 @@ from hydraflow.rewards.values import read_value
         (float("nan"), (None, {}, "returned nan, not a finite number")),
         (float("-inf"), (None, {}, "returned -inf, not a finite number")),
         (10**400, (None, {}, "returned an integer that is too large for a float")),
+        (1e39, (None, {}, "returned 1e+39, which is beyond the range of float32")),
+        ({"score": -3e38, "far": -1e39}, (-3e38, {}, None)),
         ({"score": 1, "acc": "yes"}, (None, {}, "returned acc='yes', not a number")),
     ],
 )

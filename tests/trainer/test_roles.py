@@ -10,7 +10,14 @@ from batch_plan.plans import resolve, small
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.engine.config import MegatronConfig
 from hydraflow.trainer.machine import Machine
-from hydraflow.trainer.roles import _rollout, _teachers, pool_of, reference_engine
+from hydraflow.trainer.roles import (
+    _rollout,
+    _teachers,
+    function_is_needed,
+    most_failed_share,
+    pool_of,
+    reference_engine,
+)
 
 
 def pool(device: str, devices: int, **values: Any) -> ResourcePool:
@@ -33,6 +40,22 @@ OVERLAPPING = dict(actor__device_mapping="0-1", rollout__device_mapping="1-2")
 )
 def test_a_device_has_a_process_of_each_group_on_it(values: dict[str, Any], most: int) -> None:
     assert pool("cpu", 3 if "actor__device_mapping" in values else 2, **values).groups == most
+
+
+@pytest.mark.parametrize(
+    ("values", "needed"),
+    [
+        ({}, True),
+        (dict(reward__reward_model__enable=True), False),
+        (dict(reward__reward_model__enable=True, algorithm__adv_estimator="gdpo"), True),
+        (dict(distillation__enabled=True), True),
+        (dict(distillation__enabled=True, distillation__distillation_loss__use_task_rewards=False), False),
+    ],
+)
+def test_who_else_than_the_reward_function_teaches_a_row(values: dict[str, Any], needed: bool) -> None:
+    config = small(**values)
+    assert function_is_needed(config) == needed
+    assert most_failed_share(config) == (0.5 if needed else 1.0)
 
 
 def test_machines_of_a_roles_own_are_nodes_of_the_pool() -> None:

@@ -346,6 +346,17 @@ def test_a_score_that_is_no_number_is_a_failure() -> None:
     assert all(map(math.isfinite, listed(made, "advantages")))
 
 
+def test_rows_that_need_no_reward_function_are_kept_where_it_fails() -> None:
+    worker = make_worker()
+    worker.spec = replace(worker.spec, needs_function=False)
+    made = worker.compute(*failing([1, 0, 2, 5], [0, 1, 3], []))
+    assert (made.meta_info["left_out"], made.meta_info["unscored"]) == ([], 0)
+    assert made.meta_info["metrics"]["reward/failed_rows"] == 3
+    batch, scored = failing([1, 0, 2, float("nan")], [0], [])
+    made = worker.compute(batch, scored)
+    assert (made.meta_info["left_out"], made.meta_info["unscored"]) == ([2, 3], 1), "a score is missing"
+
+
 @pytest.mark.parametrize(("estimator", "half"), [("grpo", 0.5), ("rloo", 1.0)])
 def test_a_sample_of_several_rows_counts_once_in_its_group(estimator: str, half: float) -> None:
     """One sample of three rows scores 1, the other, of one row, 0. The order of the rows is of no account."""
