@@ -44,21 +44,33 @@ def _read(directory: Path, backend: str) -> Checkpoint:
 
 
 def model_directory(path: Path) -> Path:
-    """From a run or a step down to one model's directory. Raises ConfigError if it is missing or
-    unfinished."""
-    path = megatron.latest_directory(path, field="--local_dir")
-    return path if is_model_directory(path) else next(iter(_roles(path)), path)
+    """From a run or a step down to the directory of the policy, or of the only model if that is no
+    critic. Raises ConfigError if it is missing or unfinished."""
+    path = _step_or_model(path)
+    if is_model_directory(path) or not (roles := _roles(path)):
+        return path
+    for role in roles:
+        if role.name == "actor" or (len(roles) == 1 and role.name != "critic"):
+            return role
+    rule = f"holds no actor, only {', '.join(role.name for role in roles)}"
+    raise ConfigError.one("--local_dir", str(path), rule, f"--local_dir {roles[0]} if that is meant")
 
 
 def model_directories(path: Path) -> list[Path]:
     """All models of a step, or of a run's newest step; for a model's directory, that model alone."""
-    first = model_directory(path)
-    is_alone = first.absolute() == path.absolute() or first in megatron.iterations(first.parent)
-    return [first] if is_alone else _roles(first.parent)
+    path = _step_or_model(path)
+    return [path] if is_model_directory(path) else _roles(path) or [path]
+
+
+def _step_or_model(path: Path) -> Path:
+    """The directory of a run's newest step, or of the only step, as in `best`; otherwise `path` itself."""
+    path = megatron.latest_directory(path, field="--local_dir")
+    steps = list(path.glob("global_step_*"))
+    return megatron.latest_directory(steps[0], field="--local_dir") if len(steps) == 1 else path
 
 
 def _roles(step: Path) -> list[Path]:
-    """The models of a step; an actor comes before a critic."""
+    """The models of a step, by name."""
     return [folder for folder in sorted(step.iterdir()) if folder.is_dir() and is_model_directory(folder)]
 
 

@@ -274,6 +274,24 @@ def test_runs_and_steps_give_their_actor(
     assert "score.weight" in merge(tmp_path / "run" / "global_step_12" / "critic", tmp_path / "c")
 
 
+def test_a_step_without_an_actor_and_the_best_step(
+    split: Callable[..., Path], refused: Refused, tmp_path: Path
+) -> None:
+    """The limits on kept checkpoints remove each role's alone."""
+    step = tmp_path / "best" / "global_step_7"
+    shutil.copytree(split("hydraflow", "value"), step / "critic")
+    reported = refused("merge", "--local_dir", step, "--target_dir", tmp_path / "a", target=tmp_path / "a")
+    assert "holds no actor, only critic" in reported and f"-> --local_dir {step / 'critic'}" in reported
+    shutil.copytree(split("hydraflow"), step / "actor")
+    assert merge(step.parent, tmp_path / "b").keys() == merge(split("hydraflow"), tmp_path / "c").keys()
+    assert main(["info", "--local_dir", str(step.parent)]) == 0
+    step.rename(f"{step}.unfinished")
+    again = refused(
+        "merge", "--local_dir", step.parent, "--target_dir", tmp_path / "d", target=tmp_path / "d"
+    )
+    assert "a save that was interrupted" in again
+
+
 def test_ctrl_c_leaves_nothing(
     split: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
