@@ -109,6 +109,18 @@ def test_a_megatron_checkpoint_that_is_not_here_or_is_none(tmp_path: Path) -> No
     assert_refused(done, f"{path}={tmp_path}: holds no checkpoint that Megatron-Core wrote")
 
 
+def test_functions_of_ones_own_that_are_not_here_or_do_not_fit(tmp_path: Path) -> None:
+    key = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    notes = planned(*GRPO_64_NODES, f"{key}=/cluster/mine.py:loss", cwd=tmp_path)["notes"]
+    assert any(note.startswith(f"{key}: /cluster/mine.py is not on this machine, so") for note in notes)
+    (tmp_path / "mine.py").write_text("def loss(tokens):\n    pass\n")
+    assert planned(*GRPO_64_NODES, f"{key}=mine.py:loss", cwd=tmp_path)["notes"] == [
+        note for note in notes if "mine.py" not in note
+    ]
+    done = hydraflow("plan", *GRPO_64_NODES, f"{key}=mine.py:los", cwd=tmp_path)
+    assert_refused(done, f"{key}=mine.py:los: the file defines no such function; it has loss")
+
+
 def test_paths_that_are_not_here_are_noted(tmp_path: Path) -> None:
     tokenizer, resume = "actor_rollout_ref.model.tokenizer_path", "trainer.resume_from_path"
     asked = [*GRPO_64_NODES, f"{tokenizer}=/cluster/words", "trainer.resume_mode=resume_path"]

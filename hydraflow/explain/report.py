@@ -22,6 +22,7 @@ from hydraflow.batch_plan.sft import SFTPlan, noun_of, resolve_sft_plan
 from hydraflow.batch_plan.stages import stage_problems
 from hydraflow.compose import runnable
 from hydraflow.compose.command import Command, KeyCounts
+from hydraflow.compose.own_functions import own_choices, own_problems
 from hydraflow.device import planned_devices
 from hydraflow.errors import ConfigError, Faults, Problem
 from hydraflow.explain.counts import RowCount, count_rows, notes_on
@@ -106,6 +107,8 @@ def _ppo_report(config: PPOConfig, command: Command) -> Report:
     of_critic = layers if models.critic is None else models.critic.layers
     faults.add(stage_problems(config, policy=layers, critic=of_critic))
     faults.add([*_replay_problems(config, models.policy), *reward_problems(config.reward)])
+    own_files = {choice.key: choice.function.path for choice in own_choices(config)}
+    faults.add([one for one in own_problems(config) if os.path.exists(own_files[one.field])])
     faults.add([one for one in missing_checkpoints(config) if os.path.exists(expanded(str(one.value)))])
     limits = limits_of(config)
     plan = faults.result(
@@ -237,5 +240,11 @@ def _file_notes(config: PPOConfig, prompts: RowCount, held_out: RowCount) -> Ite
     for key, path in own.items():
         if path and not os.path.exists(expanded(path)):
             yield f"{key}: {path} is not on this machine; a run would refuse to start"
+    for choice in own_choices(config):
+        if not os.path.exists(choice.function.path):
+            unknown = (
+                "so it is not known whether it needs a critic or a reference; a run would refuse to start"
+            )
+            yield f"{choice.key}: {choice.function.path} is not on this machine, {unknown}"
     if config.recipe.name == "none" and config.data.train_files is None and not config.trainer.val_only:
         yield "data.train_files is not given: prompts are not counted; a run would refuse to start"
