@@ -32,7 +32,7 @@ from hydraflow.jobs.output import output_file, require_output
 from hydraflow.protocol.ragged import rows
 from hydraflow.schema import GenerateConfig
 from hydraflow.system.logging_setup import set_up_logging
-from hydraflow.system.paths import require_writable
+from hydraflow.system.paths import PARQUET_ENDING, require_writable
 from hydraflow.trainer.machine import (
     TRAIN,
     Machine,
@@ -112,16 +112,34 @@ def _checked(config: GenerateConfig) -> GenerateInputs:
 def input_table(records: Sequence[FileRecord]) -> pyarrow.Table:
     """The columns of the rows, except `responses`. Raises ConfigError for one that Parquet cannot hold.
 
-    Rows of JSONL files may have different columns; missing values are null.
+    Rows of JSONL files may have different columns; missing values are null. Columns of Parquet files keep
+    their types if all files agree on them.
     """
     names = dict.fromkeys(name for record in records for name in record.values if name != RESPONSES)
-    columns = {name: [record.values.get(name) for record in records] for name in names}
-    return pyarrow.table({name: _column(name, values) for name, values in columns.items()})
+    columns, types = (
+        {name: [record.values.get(name) for record in records] for name in names},
+        _types(records),
+    )
+    return pyarrow.table({name: _column(name, values, types.get(name)) for name, values in columns.items()})
 
 
-def _column(name: str, values: list) -> pyarrow.Array:
+def _types(records: Sequence[FileRecord]) -> dict[str, pyarrow.DataType]:
+    """Types of columns, from the files; empty if one of them is not Parquet."""
+    files = dict.fromkeys(record.file for record in records)
+    if any(file.suffix != PARQUET_ENDING for file in files):
+        return {}
+    found: dict[str, list[pyarrow.DataType]] = {}
+    for file in files:
+        for field in pyarrow.parquet.read_schema(file):
+            found.setdefault(field.name, []).append(field.type)
+    return {name: types[0] for name, types in found.items() if all(one == types[0] for one in types)}
+
+
+def _column(name: str, values: list, kind: pyarrow.DataType | None) -> pyarrow.Array:
     try:
         name.encode()
+        if kind is not None:
+            return pyarrow.array(values, kind)
         if all(value is None or value == {} for value in values):
             return pyarrow.nulls(len(values))  # Parquet has no structures without fields
         return pyarrow.array(values)

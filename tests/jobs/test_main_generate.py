@@ -8,13 +8,14 @@ import re
 import signal
 from pathlib import Path
 
+import pyarrow
 import pyarrow.parquet
 import pytest
 from jobs.command import LOCAL, ONE_RANK, assert_refused, completed, hydraflow, start, wait_for
 from jobs.conftest import LEARNT, write_lines
 
 from hydraflow.compose.loading import load
-from hydraflow.data.files import FileRecord
+from hydraflow.data.files import FileRecord, read_records
 from hydraflow.errors import ConfigError
 from hydraflow.jobs.generate import input_table, run_generate
 from hydraflow.jobs.output import output_file
@@ -163,6 +164,27 @@ def test_rows_with_different_columns_keep_them_all() -> None:
         {"prompt": "a", "extra_info": None, "level": None},
         {"prompt": "b", "extra_info": None, "level": 2},
     ]
+
+
+def test_columns_of_parquet_files_keep_their_types(tmp_path: Path) -> None:
+    """Python objects do not say which types they had: a map's are pairs."""
+    columns = {
+        "prompt": pyarrow.array(["a", "b"], pyarrow.large_string()),
+        "tags": pyarrow.array([[("x", 1)], None], pyarrow.map_(pyarrow.string(), pyarrow.int64())),
+        "level": pyarrow.array([1, None], pyarrow.int8()),
+        "none": pyarrow.array([None, None], pyarrow.float32()),
+        "kind": pyarrow.array(["k", "k"]).dictionary_encode(),
+    }
+    table, other = pyarrow.table(columns), pyarrow.table({"prompt": ["c"], "level": [2.5]})
+    pyarrow.parquet.write_table(table, tmp_path / "one.parquet")
+    pyarrow.parquet.write_table(other, tmp_path / "two.parquet")
+    found = input_table(read_records(tmp_path / "one.parquet", key="data.path"))
+    assert found.schema.equals(pyarrow.parquet.read_schema(tmp_path / "one.parquet"))
+    assert found.equals(table.cast(found.schema))
+    files = [tmp_path / "one.parquet", tmp_path / "two.parquet"]
+    both = input_table(read_records(files, key="data.path"))
+    assert both.column("level").to_pylist() == [1, None, 2.5], "files that do not agree"
+    assert both.column("tags").to_pylist() == [[("x", 1)], None, None]
 
 
 def test_a_failure_keeps_the_earlier_output(tmp_path: Path) -> None:
