@@ -32,6 +32,7 @@ LIBRARIES = (
     "torch.nested._internal.ops",
     "tensordict",
     "transformers.modeling_utils",
+    "transformers.modeling_layers",
     "transformers.models.auto.modeling_auto",
     "transformers.generation",
     "hydraflow.engine.fsdp.engine",
