@@ -46,7 +46,9 @@ class PromptGroup:
         """Runs every prompt once; returns the logits after it, (Q, V). note: called after each forward pass
         with its number of prompts and their width."""
         pads = self._width - self._length  # (Q,)
-        per_forward = max(1, PREFILL_TOKENS // self._width) if self._forward.pads else len(self._ids)
+        # a part with fewer repeats prompts, which only the last one may
+        least, most = -(-LEAST_ROWS // self._width), PREFILL_TOKENS // self._width
+        per_forward = max(least, most) if self._forward.pads else len(self._ids)
         logits, caches = [], []
         for ids, pad in zip(self._ids.split(per_forward), pads.split(per_forward)):
             part_logits, cache = self._prefill_part(ids, pad)

@@ -354,13 +354,30 @@ def test_end_tokens_come_from_the_generation_settings_then_from_the_configuratio
     assert NativeEngine(model, generation_config=GenerationConfig())._eos == (END,)
 
 
+@pytest.mark.parametrize("name", ["qwen3 tied", "deepseek_v3, latents alone", "opt"])
 def test_long_prompts_are_prefilled_in_parts_with_the_same_outcome(
-    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = make_request([9, 12, 10, 11, 12], samples=2)
+    """If they are padded; the others are not divided. A prompt may be longer than a part."""
+    model = make(CONFIGS[name] if name in CONFIGS else tiny_config(name))
+    seen: list[tuple[int, ...]] = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, ids: seen.append(tuple(ids[0].shape)))
+    engine, request = NativeEngine(model), make_request([9, 20, 20, 20, 20], samples=2)
     whole = rows(engine.generate(request, SamplingParams(max_tokens=6)))
-    monkeypatch.setattr("hydraflow.generation.groups.PREFILL_TOKENS", 24)
-    assert rows(engine.generate(request, SamplingParams(max_tokens=6))) == whole
+    for most, prompts in ((8192, 4), (40, 2), (19, 1)):
+        seen.clear()
+        monkeypatch.setattr("hydraflow.generation.groups.PREFILL_TOKENS", most)
+        assert rows(engine.generate(request, SamplingParams(max_tokens=6))) == whole
+        passes = [shape for shape in seen if shape[-1] == 20]
+        assert passes == ([(4, 20)] if name == "opt" else [(prompts, 20)] * (4 // prompts))
+
+
+def test_no_part_but_the_last_repeats_prompts(engine: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of 12 tokens need two to a pass; a part of one would leave copies among the cache's rows."""
+    request, params = make_request([12] * 5, samples=2), SamplingParams(max_tokens=6)
+    whole = rows(engine.generate(request, params))
+    monkeypatch.setattr("hydraflow.generation.groups.PREFILL_TOKENS", 11)
+    assert rows(engine.generate(request, params)) == whole
 
 
 def test_outputs_can_take_part_in_training(engine: NativeEngine) -> None:
@@ -390,6 +407,22 @@ def test_weights_that_are_not_numbers_are_found() -> None:
     model.lm_head.weight.data[3, 0] = torch.nan
     with pytest.raises(FloatingPointError, match="not finite"):
         NativeEngine(model).generate(make_request([4]), SamplingParams(max_tokens=2))
+    model, request = make(CONFIGS["llama"]), make_request([4], samples=8)
+    sampled = ~torch.isin(torch.arange(VOCABULARY), request.prompts[0])
+    model.get_input_embeddings().weight.data[sampled] = torch.nan
+    with pytest.raises(FloatingPointError, match="not finite"):  # from the second token on
+        NativeEngine(model).generate(request, SamplingParams(max_tokens=2, ignore_eos=True))
+
+
+def test_what_stands_past_the_end_of_a_response_is_not_looked_at(engine: NativeEngine) -> None:
+    """Memory that nothing was written to holds NaN here."""
+    request, params = make_request([5, 6, 7, 12], samples=40), SamplingParams(max_tokens=15)
+    wanted = rows(engine.generate(request, params))
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert rows(engine.generate(request, params)) == wanted
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def weights(model: PreTrainedModel) -> dict[str, Tensor]:
