@@ -52,7 +52,10 @@ def test_ratios_that_overflow_are_bounded() -> None:
     assert float(Weighting("token", math.inf).ratios(far)) == pytest.approx(math.exp(20))
     assert float(Weighting("sequence", 2.0).ratios(-far)) == pytest.approx(math.exp(-20))
     for rule in REJECTION_RULES:
-        assert not Rejection(rule, 100.0, 0.01).keeps(Rejection(rule, 1.0).measure(far, far > 0)).any(), rule
+        measure = Rejection(rule, 1.0).measure(far, far > 0)
+        bounded = {"k1": -20.0, "k2": 200.0, "k3": math.exp(20) - 21}
+        assert float(measure) == pytest.approx(bounded[rule[-2:]]), rule
+        assert not Rejection(rule, 100.0, 0.01).keeps(measure).any(), rule
 
 
 @pytest.mark.parametrize(
@@ -79,7 +82,7 @@ def test_rejection_by_hand(rule: str, upper: float, lower: float, kept: list[lis
 
 def test_each_of_several_rules_judges_all_that_was_sampled() -> None:
     """The second rule sees the mean of both tokens, though the first one rejects one of them."""
-    first, second = Rejection("token_k1", 2.0, 0.4), Rejection("seq_mean_k1", 1.55, 0.5)
+    first, second = Rejection("token_k1", 2.0, 0.4), Rejection("seq_mean_k1", 1.55, 0.4)
     assert Correction(rejections=(first, second)).kept(LOG_RATIO, MASK.bool()).int().tolist() == [
         [0, 0, 0],
         [1, 0, 0],
@@ -167,6 +170,7 @@ def test_a_tokens_gradient_is_multiplied_by_its_weight(level: str, old_is_this_p
     assert torch.allclose(weighted, plain * weights) and not torch.allclose(weighted, plain)
     expected = float(weights[MASK.bool()].mean())
     assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(expected)
+    assert metrics["actor/pg_loss"] == pytest.approx(-expected)
 
 
 @pytest.mark.parametrize("level", ROLLOUT_IS_LEVELS)
@@ -230,3 +234,4 @@ def test_icepop_reports_the_share_of_weights_that_are_0() -> None:
     assert metrics["rollout_corr/rollout_is_oob_ratio"] == pytest.approx(2 / 3)
     assert metrics["rollout_corr/rollout_is_ratio_fraction_low"] == pytest.approx(1 / 3)
     assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(0.5)
+    assert metrics["rollout_corr/rollout_is_seq_max_deviation"] == 1.0  # the first row's mean is 0

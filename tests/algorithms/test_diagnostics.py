@@ -16,15 +16,15 @@ MODULES = [module.name for module in pkgutil.iter_modules(hydraflow.algorithms._
 
 
 def test_differences_by_hand():
-    old, rollout = torch.tensor([0.5, 0.2, 0.9, 0.7]), torch.tensor([0.4, 0.2, 0.6, 0.1])
-    mask = torch.tensor([1, 1, 1, 0])  # gaps 0.1, 0, 0.3
+    old, rollout = torch.tensor([0.5, 0.2, 0.6, 0.7]), torch.tensor([0.4, 0.2, 0.9, 0.1])
+    mask = torch.tensor([1, 1, 1, 0])  # gaps 0.1, 0, -0.3
     diff = rollout_probs_diff(old.log(), rollout.log(), mask)
     assert diff["training/rollout_probs_diff_mean"] == pytest.approx(0.4 / 3, abs=1e-6)
     assert diff["training/rollout_probs_diff_max"] == pytest.approx(0.3, abs=1e-6)
     assert diff["training/rollout_probs_diff_std"] == pytest.approx(math.sqrt((0.1 - 0.16 / 3) / 2), abs=1e-6)
-    # 0.5, 0.2, 0.9 against 0.4, 0.2, 0.6: covariance 0.14, squares 0.7400/3 and 0.08
+    # 0.5, 0.2, 0.6 against 0.4, 0.2, 0.9: covariance 0.13, squares 0.26/3 and 0.26
     assert diff["training/rollout_actor_probs_pearson_corr"] == pytest.approx(
-        0.14 / math.sqrt(0.74 / 3 * 0.08), abs=1e-5
+        0.13 / math.sqrt(0.26 / 3 * 0.26), abs=1e-5
     )
 
 
@@ -41,6 +41,8 @@ def test_what_is_not_defined_is_left_out():
     one = rollout_probs_diff(logp, logp, torch.tensor([1, 0]))
     assert one["training/rollout_probs_diff_std"] == 0.0
     assert "training/rollout_actor_probs_pearson_corr" not in one
+    for pair in ((logp, logp[[0, 0]]), (logp[[0, 0]], logp)):
+        assert "training/rollout_actor_probs_pearson_corr" not in rollout_probs_diff(*pair, torch.ones(2))
 
 
 @pytest.mark.parametrize("name", MODULES)

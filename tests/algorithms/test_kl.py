@@ -89,7 +89,8 @@ def test_signs_when_the_reference_is_more_likely():
 
 
 def test_k3_is_bounded():
-    assert value_and_gradient("k3", -100.0, 0.0) == (10.0, 0.0)
+    for logp in (-100.0, -1000.0):  # exp(1000) is infinite
+        assert value_and_gradient("k3", logp, 0.0) == (10.0, 0.0)
     assert value_and_gradient("k3", 0.0, -5.0)[0] == pytest.approx(math.exp(-5) + 4)
 
 
@@ -101,9 +102,11 @@ def test_penalty_in_the_reward_by_hand():
     """Rows of 3, 1, 2 and 0 tokens."""
     logp = torch.tensor([0.3, 9.0, 0.5, 0.6, 9.0, float("nan")], dtype=torch.float64)
     mask, lengths = torch.tensor([1, 0, 1, 1, 0, 0]), torch.tensor([3, 1, 2, 0])
-    penalty, level = kl_penalty(logp, torch.zeros_like(logp), mask, lengths, kind="kl")
+    ref = torch.where(mask.bool(), 0.0, math.nan)
+    penalty, level = kl_penalty(logp, ref, mask, lengths, kind="kl")
     assert penalty.tolist() == [0.3, 0.0, 0.5, 0.6, 0.0, 0.0]
     assert level == pytest.approx((0.4 + 0.6) / 2)  # the other trajectories have no trained token
+    assert kl_penalty(logp[:3], ref[:3], mask[:3], lengths[:1], kind="kl")[1] == pytest.approx(0.4)
 
 
 def test_no_trained_token_has_no_kl():

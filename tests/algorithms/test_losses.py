@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 
 from hydraflow.algorithms.actor_loss import ActorLoss
 from hydraflow.algorithms.aggregate import LOSS_AGG_MODES, Denominators, token_weights
+from hydraflow.algorithms.correction import Correction, Weighting
 from hydraflow.algorithms.critic_loss import ValueLoss, clipped_value_loss
+from hydraflow.algorithms.distillation.config import DistillationLossConfig
+from hydraflow.algorithms.distillation.terms import Distillation
 from hydraflow.algorithms.gspo import gspo
 from hydraflow.algorithms.policy_loss import vanilla
 from hydraflow.algorithms.sapo import sapo
@@ -233,6 +236,19 @@ def test_terms_of_untrained_tokens_may_be_anything():
     ].value == pytest.approx(2)
 
 
+def test_a_kl_penalty_without_weight_is_reported():
+    columns = {"response_mask": torch.ones(1, 1), "old_log_probs": f64([[0.0]]), "advantages": f64([[2.0]])}
+    loss_fn = ActorLoss(
+        policy_loss=policy_loss("vanilla"),
+        denominators=Denominators(1.0, 1.0),
+        scale_factor=1.0,
+        kl_coef=0.0,
+        kl_type="kl",
+    )
+    loss, metrics = loss_fn(output(f64([[0.0]])), columns | {"ref_log_prob": f64([[-30.0]])})
+    assert (loss.item(), metrics["actor/kl_loss"].value, metrics["actor/kl_coef"].value) == (-2.0, 30.0, 0.0)
+
+
 def test_actor_loss_without_extras_reads_no_reference_and_no_entropy():
     columns = {"response_mask": torch.ones(1, 1), "old_log_probs": f64([[0.0]]), "advantages": f64([[2.0]])}
     loss_fn = ActorLoss(
@@ -241,6 +257,67 @@ def test_actor_loss_without_extras_reads_no_reference_and_no_entropy():
     loss, metrics = loss_fn(output(f64([[0.0]])), columns)
     assert loss.item() == -2.0
     assert set(metrics) == {"actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl", "actor/pg_loss"}
+
+
+def test_divergence_from_a_teacher_by_hand():
+    """Two likely tokens at each of two positions, all others as one; the teacher is the second argument."""
+    policy, teacher = f64([[[0.5, 0.25], [0.8, 0.1]]]), f64([[[0.25, 0.25], [0.4, 0.2]]])
+    columns = {
+        "response_mask": torch.ones(1, 2),
+        "old_log_probs": torch.zeros(1, 2),
+        "advantages": torch.zeros(1, 2),
+        "teacher_top_log_probs": teacher.log(),
+    }
+    config = DistillationLossConfig(loss_mode="reverse_kl_topk", use_task_rewards=False)
+    loss_fn = ActorLoss(
+        policy_loss=policy_loss("vanilla"),
+        denominators=Denominators(4.0, 1.0),
+        scale_factor=1.0,
+        distillation=Distillation(config),
+    )
+    said = SimpleNamespace(log_probs=torch.zeros(1, 2), entropy=None, target_log_probs=policy.log())
+    loss, metrics = loss_fn(said, columns)
+    first = 0.5 * math.log(2) + 0.25 * math.log(1 / 2)
+    second = 0.8 * math.log(2) + 0.1 * math.log(1 / 2) + 0.1 * math.log(1 / 4)
+    assert loss.item() == pytest.approx((first + second) / 4)
+    assert metrics["actor/distillation_loss"].value == pytest.approx((first + second) / 4)
+    assert metrics["actor/distillation_policy_mass"].value == pytest.approx((0.75 + 0.9) / 2)
+    assert metrics["actor/distillation_teacher_mass"].value == pytest.approx((0.5 + 0.6) / 2)
+
+
+@pytest.mark.parametrize("loss_mode", ["k1", "reverse_kl_topk"])
+@pytest.mark.parametrize("normalized", [False, True])
+def test_what_is_not_trained_may_hold_anything(loss_mode, normalized):
+    mask = torch.tensor([[1, 0, 1], [0, 0, 0]])
+    draw = torch.Generator().manual_seed(0)
+    names = ["old_log_probs", "advantages", "ref_log_prob", "rollout_log_probs", "rollout_is_weights", "own"]
+    shapes = dict.fromkeys([*names, "teacher_log_probs", "log_probs", "entropy"], (2, 3))
+    shapes |= dict.fromkeys(["teacher_top_log_probs", "target_log_probs"], (2, 3, 2))
+    drawn = {name: torch.rand(size, generator=draw).double() - 1.5 for name, size in shapes.items()}
+    loss_fn = ActorLoss(
+        policy_loss=lambda tokens, own: TokenTerms(tokens.log_probs * tokens.advantages * own, {"own": own}),
+        loss_columns=("own",),
+        denominators=Denominators.count(mask),
+        scale_factor=1.0,
+        entropy_coeff=0.1,
+        kl_coef=0.2,
+        correction=Correction(Weighting("token", 2.0, normalized=normalized)),
+        distillation=Distillation(DistillationLossConfig(loss_mode=loss_mode)),
+    )
+    found = []
+    for anything in (0.0, math.nan):
+        columns = {
+            name: x.masked_fill(mask.bool().logical_not()[(...,) + (None,) * (x.ndim - 2)], anything)
+            for name, x in drawn.items()
+        }
+        said = {
+            name: columns.pop(name).requires_grad_() for name in ("log_probs", "entropy", "target_log_probs")
+        }
+        loss, metrics = loss_fn(SimpleNamespace(**said), {"response_mask": mask, **columns})
+        loss.backward()
+        gradients = {name: x.grad for name, x in said.items() if x.grad is not None}
+        found.append((loss, gradients, {name: metric.value for name, metric in metrics.items()}))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
 def test_critic_loss_by_hand():
@@ -263,3 +340,8 @@ def test_sft_loss_by_hand():
     )
     assert loss.item() == 1.0  # 4 of this micro-batch over 4 tokens of the mini-batch
     assert metrics["train/loss"].value == 2.0 and metrics["train/loss"].weight == 2.0
+
+
+def test_supervised_rows_without_a_trained_token_cost_nothing():
+    loss, _ = SFTLoss(Denominators(0.0, 0.0))(output(f64([[-1.0]])), {"response_mask": torch.zeros(1, 1)})
+    assert loss.item() == 0.0

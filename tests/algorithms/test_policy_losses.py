@@ -22,6 +22,7 @@ from hydraflow.algorithms.policy_loss import PolicyLoss, vanilla
 from hydraflow.algorithms.token_terms import TokenInputs
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
+from hydraflow.workers.config import ActorConfig
 from hydraflow.workers.token_selection import TokenSelector
 
 
@@ -37,6 +38,18 @@ def make_tokens(seed: int, rows: int = 6, length: int = 7) -> TokenInputs:
     chosen = (draw() < 0.3) & mask
     kept = [column.masked_fill(~mask, 0.0) for column in (now, old, advantages)]
     return TokenInputs(kept[0].requires_grad_(), kept[1], kept[2], mask.long(), chosen)
+
+
+def plain_value(twin, tokens: TokenInputs) -> list[float]:
+    """The sum of each row's losses."""
+    sums = []
+    for now, old, advantages, mask, chosen in zip(
+        tokens.log_probs.detach(), tokens.old_log_probs, tokens.advantages, tokens.mask.bool(), tokens.chosen
+    ):
+        columns = (column[mask].tolist() for column in (old, advantages, chosen))
+        losses = twin(list(now[mask]), *columns) if mask.any() else []
+        sums.append(math.fsum(float(loss) for loss in losses))
+    return sums
 
 
 def plain_gradient(twin, tokens: TokenInputs) -> torch.Tensor:
@@ -78,6 +91,15 @@ def difference(loss: PolicyLoss, twin) -> float:
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_gradients_are_those_of_the_plain_twin(name):
     assert oracle_difference(name) < 1e-13
+
+
+@pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - {"dppo_kl", "dppo_tv", "dro"}))
+def test_values_are_those_of_the_plain_twin(name):
+    """The twins of these three have other values, and the same gradients."""
+    for seed in range(3):
+        tokens = make_tokens(seed)
+        found = (policy_loss(name)(tokens).loss * tokens.mask).sum(1)
+        assert found.tolist() == pytest.approx(plain_value(naive.POLICY[name], tokens), abs=1e-12)
 
 
 @pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - {"dro", "kimi15", "kl_cov"}))
@@ -124,6 +146,59 @@ def test_rec_on_one_side_with_importance_sampling_is_ppos_clip():
         (loss(tokens).loss * tokens.mask).sum().backward()
         gradients.append(tokens.log_probs.grad)
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-14)
+
+
+CLIPPED = {
+    "vanilla": [0, 0, 1, 1, 0, 0],
+    "gspo": [0, 0, 1, 1, 0, 0],
+    "geo_mean": [0, 0, 1, 1, 0, 0],
+    "cispo": [1, 0, 1, 1, 0, 1],
+    "sppo": [1, 0, 1, 1, 0, 1],
+    "tis": [0, 0, 1, 0, 0, 1],
+    "topr": [0, 0, 0, 0, 0, 1],
+    "rec": [0, 0, 1, 1, 0, 0],
+    "dppo_tv": [0, 0, 1, 1, 0, 0],
+    "dppo_kl": [0, 0, 1, 1, 0, 0],
+    "clip_cov": [0, 1, 1, 1, 0, 0],
+}
+"""Of rows of one token, with a ratio of 1/8, 1 and 4 and an advantage of 1, then of -1; the second is
+chosen."""
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_which_tokens_are_counted(name):
+    ratio = torch.tensor([[0.125], [1.0], [4.0]] * 2, dtype=torch.float64)
+    old = torch.full_like(ratio, 0.24).log()  # both divergences of the outer ratios are above 0.2
+    advantages = torch.tensor([[1.0]] * 3 + [[-1.0]] * 3, dtype=torch.float64)
+    chosen = torch.tensor([[False], [True]] + [[False]] * 4)
+    tokens = TokenInputs(old + ratio.log(), old, advantages, torch.ones_like(ratio), chosen)
+    found = {key: stat[:, 0].tolist() for key, stat in policy_loss(name)(tokens).stats.items()}
+    wanted = {"actor/pg_clipfrac": CLIPPED[name]} if name in CLIPPED else {}
+    if name in ("vanilla", "dppo_tv", "dppo_kl"):  # 4 is above clip_ratio_c
+        wanted["actor/pg_clipfrac_lower"] = [0, 0, 0, 0, 0, 1]
+    if name in ("clip_cov", "kl_cov"):
+        wanted["actor/cov_chosen"] = [0, 1, 0, 0, 0, 0]
+    assert found == wanted
+
+
+@pytest.mark.parametrize("name", [name for name in CLIPPED if name not in ("sppo", "tis", "topr")])
+def test_the_lower_bound_may_be_another_than_the_upper_one(name):
+    """Ratios of 1/2, which is clipped, and 1.4, which is not, with an advantage of 1, then of -1."""
+    actor = ActorConfig(clip_ratio_low=0.1, clip_ratio_high=0.5)
+    ratio = torch.tensor([[0.5], [1.4]] * 2, dtype=torch.float64)
+    advantages = torch.tensor([[1.0]] * 2 + [[-1.0]] * 2, dtype=torch.float64)
+    old = torch.full_like(ratio, 0.5).log()
+    tokens = TokenInputs(old + ratio.log(), old, advantages, torch.ones_like(ratio), ratio < 0)
+    stats = POLICY_LOSSES[name].bound(actor, actor.policy_loss)(tokens).stats
+    wanted = [1, 0, 1, 0] if name == "cispo" else [0, 0, 1, 0]
+    assert stats["actor/pg_clipfrac"][:, 0].tolist() == wanted
+
+
+def test_a_token_that_was_certain_has_a_finite_divergence():
+    """log 2, above 0.2, so it is not pushed down further."""
+    logp, old = torch.tensor([[0.5]]).log(), torch.zeros(1, 1)
+    tokens = TokenInputs(logp, old, -torch.ones(1, 1), torch.ones(1, 1))
+    assert policy_loss("dppo_kl")(tokens).stats["actor/pg_clipfrac"].item() == 1.0
 
 
 RING = {"rec_clip_mode": "ring", "rec_epsilon_low_prime": 0.4, "rec_epsilon_high_prime": 0.9}
@@ -186,12 +261,13 @@ def test_gspo_has_the_gradient_of_its_sequence_form():
     assert torch.allclose(tokens.log_probs.grad, now.grad, rtol=0, atol=1e-15)
 
 
+@pytest.mark.parametrize("name", ["gspo", "geo_mean"])
 @pytest.mark.parametrize("gap", [19.0, 21.0])
-def test_gspo_has_no_gradient_beyond_its_bound(gap):
+def test_a_rows_ratio_has_no_gradient_beyond_its_bound(gap, name):
     """Its value is constant there."""
     logp = torch.full((1, 3), gap, dtype=torch.float64, requires_grad=True)
     like = torch.zeros(1, 3, dtype=torch.float64)
-    terms = policy_loss("gspo")(TokenInputs(logp, like, like - 1, like + 1))
+    terms = policy_loss(name)(TokenInputs(logp, like, like - 1, like + 1))
     terms.loss.sum().backward()
     assert terms.loss.tolist() == [[pytest.approx(math.exp(min(gap, 20.0)))] * 3]
     assert bool((logp.grad != 0).all()) == (gap < 20)

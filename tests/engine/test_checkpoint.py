@@ -18,6 +18,8 @@ from engine.written import Written, written_once
 from transformers import AutoModelForCausalLM
 
 from hydraflow.errors import ConfigError
+from hydraflow.models.loading import persistent_buffers
+from scripts.tiny_types import save_tiny, tiny_config
 
 OPTIONS = {"optim": {"lr_warmup_steps": 1, "lr_scheduler_type": "linear"}, "total_steps": 9}
 SIZES = (1, 2, 4)
@@ -176,6 +178,46 @@ def test_before_its_first_update_an_optimizer_has_no_state(tiny: str, tmp_path: 
     read = jobs.read_checkpoint(tiny, OPTIONS, str(tmp_path))
     assert read["moments"] == {} and read["lr"] == 0.0
     assert_same(read["weights"], written["weights"])
+
+
+def test_an_optimizer_forgets_what_the_checkpoint_does_not_hold(tiny: str, tmp_path: Path) -> None:
+    jobs.write_checkpoint(tiny, OPTIONS, str(tmp_path), steps=0)
+    engine = jobs.make_engine(tiny, OPTIONS)
+    jobs.step_once(engine, 0)
+    assert jobs.moments(engine)
+    engine.load(tmp_path, jobs.CONTENTS)
+    assert jobs.moments(engine) == {}
+
+
+def test_buffers_that_are_saved_with_a_model_are_in_a_checkpoint(tiny: str, tmp_path: Path) -> None:
+    """The router's bias of DeepSeek V3."""
+    save_tiny(tiny_config("deepseek_v3"), tmp_path / "model")
+    options = {**OPTIONS, "model": {"tokenizer_path": tiny}}
+    written, read = (jobs.make_engine(str(tmp_path / "model"), options) for _ in range(2))
+    biases = [dict(persistent_buffers(engine.module)) for engine in (written, read)]
+    assert biases[0].keys() == biases[1].keys() and biases[0]
+    for bias in biases[0].values():
+        bias.copy_(torch.arange(float(len(bias))))
+    written.snapshot(jobs.CONTENTS).write(tmp_path / "checkpoint")
+    read.load(tmp_path / "checkpoint", jobs.CONTENTS)
+    for name, bias in biases[1].items():
+        assert bias.tolist() == list(range(len(bias))), name
+
+
+def test_the_size_of_a_checkpoint_depends_on_what_is_in_it(tiny: str) -> None:
+    """Of the adapters alone there are moments; the weights may be stored twice."""
+    engine = jobs.make_engine(tiny, {**OPTIONS, "model": {"lora_rank": 2}})
+    weights = sum(parameter.nbytes for parameter in engine.module.parameters())
+    trained = sum(parameter.nbytes for parameter in engine.module.parameters() if parameter.requires_grad)
+    assert 0 < trained < weights / 2
+    for contents, size in (
+        (["model"], weights),
+        (["optimizer"], 2 * trained),
+        (["model", "hf_model"], 2 * weights),
+        (["model", "optimizer", "extra"], weights + 2 * trained),
+        (["extra"], 0),
+    ):
+        assert engine.stored_bytes(contents) == size, contents
 
 
 @pytest.mark.parametrize("head", ["policy", "value"])

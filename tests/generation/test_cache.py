@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import Gemma2Config
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from hydraflow.generation.cache import GrowingLayer, SlidingLayer
+from hydraflow.generation.cache import GrowingLayer, SlidingLayer, new_cache
 
 
 @pytest.mark.parametrize("window", [None, 2, 5, 24, 64])
@@ -38,3 +39,12 @@ def test_a_layer_that_attends_to_anothers_keys_has_no_rows_to_select() -> None:
     layer = SlidingLayer(4)
     layer.reorder_cache(torch.tensor([0]))
     assert layer.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("mixes", [True, False])
+def test_layers_beside_those_with_a_window_grow_in_place_too(mixes: bool) -> None:
+    """If rows of several widths are decoded together; otherwise transformers' own layers hold the cache."""
+    cache = new_cache(Gemma2Config(num_hidden_layers=2, sliding_window=6), pads=False, mixes=mixes)
+    windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
+    assert windows == [6, None] and [layer.is_sliding for layer in cache.layers] == [True, False]
+    assert [isinstance(layer, GrowingLayer) for layer in cache.layers] == [mixes, mixes]

@@ -39,6 +39,8 @@ def test_prompts_of_several_widths_may_share_a_wave() -> None:
 def test_a_prompt_is_not_split_over_waves_when_one_can_hold_it() -> None:
     got = list(waves([5, 5], [3, 3], 4, pad=True, mixed=True))
     assert [(w.prompts, w.samples) for w in got] == [([0], [0, 1, 2]), ([1], [0, 1, 2])]
+    got = list(waves([5, 5], [1, 4], 4, pad=True, mixed=True))
+    assert [(w.prompts, w.samples) for w in got] == [([0], [0]), ([1], [0, 1, 2, 3])]
 
 
 def test_without_padding_only_equal_lengths_meet() -> None:

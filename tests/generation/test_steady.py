@@ -61,13 +61,28 @@ def test_every_expert_gets_enough_rows_and_the_values_are_the_same(
     assert len(fewest) == SMALL["num_hidden_layers"] and min(fewest) >= LEAST_ROWS
 
 
+def test_experts_that_no_token_chose_get_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token chooses two of six."""
+    model, seen = made("mixtral"), []
+    inner = moe.grouped_mm_experts_forward
+
+    def noted(module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        seen.append(sorted(filter(None, experts.flatten().bincount().tolist())))
+        return inner(module, hidden, experts, weights)
+
+    monkeypatch.setattr(moe, "grouped_mm_experts_forward", noted)
+    steady_products(model)
+    model(torch.tensor([[2]]))
+    assert seen == [[LEAST_ROWS] * 2] * SMALL["num_hidden_layers"]
+
+
 def test_models_made_of_the_same_configuration_keep_theirs() -> None:
     model = made("mixtral")
     before = copy.deepcopy(model.config)
     steady_products(model)
     layer: Any = model.model.layers[0]
     assert layer.mlp.experts.config._experts_implementation == NAME
-    assert model.config._experts_implementation == before._experts_implementation
+    assert model.config._experts_implementation == before._experts_implementation == "grouped_mm"
     assert model.config.to_dict() == before.to_dict()
 
 

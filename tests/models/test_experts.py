@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,16 @@ def test_values_and_gradients_are_the_same(name: str, monkeypatch: pytest.Monkey
     assert [number % 7 for number in seen].count(0) >= len(seen) - layers > 0, "all but one in each layer"
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def test_experts_that_are_multiplied_in_another_way_stay() -> None:
+    model = made("mixtral")
+    experts: list[Any] = [part for part in model.modules() if hasattr(part, "_is_expert_parallel")]
+    for part in experts:
+        part.config = copy.deepcopy(part.config)
+        part.config._experts_implementation = "eager"
+    pad_experts(model, "of_this_test", in_sevens)
+    assert {part.config._experts_implementation for part in experts} == {"eager"}
 
 
 @pytest.mark.parametrize(("dtype", "name"), [("fp32", "grouped_mm"), ("bf16", FEW_SIZES)])

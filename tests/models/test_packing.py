@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -135,6 +136,13 @@ def test_rows_of_very_different_lengths_form_several_groups() -> None:
     )
 
 
+@pytest.mark.parametrize("more", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}], ids=["cap", "sinks"])
+def test_scores_that_are_capped_or_have_sinks_are_refused(more: dict[str, Any]) -> None:
+    x, plan = torch.zeros(1, 4, 3, 8), attention.plan_rows(np.array([3]), CPU)
+    with pytest.raises(ValueError, match="its attention scores are capped, or have sinks"):
+        attention.packed_attention(torch.nn.Module(), x, x, x, None, row_plan=plan, **more)
+
+
 def test_short_rows_are_one_group_and_equal_rows_are_not_moved() -> None:
     lengths = np.tile([7, 12, 9, 11], 64)
     plan = attention.plan_rows(lengths, CPU)
@@ -188,17 +196,21 @@ def test_neighbours_share_a_prompt_only_if_all_of_it_is_equal() -> None:
     )
     packed = pack(same_length, ragged.from_rows([torch.tensor([9])] * 5), device=CPU)
     assert packed.input_ids.tolist() == [[1, 2, 3, 1, 2, 4, 1, 2, 1, 2, 3]]
+    ends = ragged.from_rows([torch.tensor(p) for p in ([1, 2, 3], [2, 3], [3], [3])])
+    packed = pack(ends, ragged.from_rows([torch.tensor([9])] * 4), device=CPU)
+    assert packed.input_ids.tolist() == [[1, 2, 3, 2, 3, 3]], "the end of a prompt is another prompt"
 
 
 def test_neighbours_share_a_prompt_only_if_all_of_it_goes_to_the_same_experts() -> None:
-    experts = [[1, 2], [1, 2], [1, 3], [1, 2], [4, 2]]  # of the prompt's tokens in each row
+    """In all layers; another prompt may go to the same ones."""
+    experts = [[1, 2], [1, 2], [1, 3], [1, 2], [4, 2], [4, 2]]  # of the prompt's tokens in each row
     batch = pack(
-        ragged.from_rows([torch.tensor([5, 6])] * 5),
-        ragged.from_rows([torch.tensor([7])] * 5),
+        ragged.from_rows([torch.tensor([5, 6])] * 5 + [torch.tensor([5, 8])]),
+        ragged.from_rows([torch.tensor([7])] * 6),
         device=CPU,
-        routes=ragged.from_rows([torch.tensor(row)[:, None, None] for row in experts]),
+        routes=ragged.from_rows([torch.tensor([[[9], [one]] for one in row]) for row in experts]),
     )
-    assert batch.input_ids.tolist() == [[5, 6] * 4]
+    assert batch.input_ids.tolist() == [[5, 6] * 4 + [5, 8]]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-window", "llama"])
@@ -244,6 +256,7 @@ def test_a_line_that_is_filled_up_by_hand() -> None:
     assert packed.shape == (3, 3)
     assert packed.plan is not None and packed.plan.shared is not None
     assert packed.plan.shared.to_rows.tolist() == [0, 1, 2, 0, 1, 3, 4, 5, 6, 7]
+    assert packed.places.tolist() == [0, 1, 2, 0, 1, 3, 4, 5]
     full = pack(prompts, responses, device=CPU, multiple_of=3)
     assert full.input_ids.tolist() == pack(prompts, responses, device=CPU).input_ids.tolist()
 
@@ -300,13 +313,16 @@ def test_empty_prompt_is_refused() -> None:
 def test_targets_that_do_not_match_are_refused(targets: list[list[int]], message: str) -> None:
     columns = {"prompts": [[1], [1]], "responses": [[1], [1, 1, 1]], "response_mask": [[1], [1, 1, 1]]}
 
-    def packed(targets: list[list[int]]) -> list[int]:
+    def packed(targets: list[list[Any]]) -> list[int]:
         given = columns | {"target_tokens": targets}
         rows = {name: ragged.from_rows(list(map(torch.tensor, column))) for name, column in given.items()}
         found = pack_rows(DataProto.from_dict(rows), device=CPU, trained=False, vocabulary=9)
         return found.targets.tolist()
 
     assert packed([[0], [3, 4, 8]]) == [0, 3, 4, 8]
+    for wrong in (0.5, True):
+        with pytest.raises(ValueError, match="target_tokens has numbers of type .*: ids are integers"):
+            packed([[wrong], [wrong] * 3])
     with pytest.raises(ValueError, match=message):
         packed(targets)
 
@@ -401,4 +417,16 @@ def test_padded_rows_in_a_line() -> None:
     assert line.plan is not None and line.plan.boundaries.tolist() == [0, 3, 6, 7]
     assert torch.equal(line.predicts_at, padded.predicts_at) and line.predicts_at.tolist() == [0, 1, 4]
     assert line.places.tolist() == [0, 1, 3, 4] and line.targets.tolist() == [8, 9, 10]
-    assert padded.in_a_line().input_ids.tolist() == [[5, 8, 9, 6, 7, 10]]
+    whole = padded.in_a_line()
+    assert whole.input_ids.tolist() == [[5, 8, 9, 6, 7, 10]]
+    assert whole.plan is not None and whole.plan.boundaries.tolist() == [0, 3, 6]
+
+
+def test_of_a_padded_row_without_a_response_all_of_the_prompt_is_read() -> None:
+    prompts, responses = (
+        ragged.from_rows([torch.tensor(row, dtype=torch.int64) for row in rows])
+        for rows in ([[5, 6], [7]], [[], [8, 9]])
+    )
+    padded = pack(prompts, responses, device=CPU, padded=True)
+    assert padded.input_ids.tolist() == [[5, 6, 0], [7, 8, 9]]
+    assert padded.places.tolist() == [0, 1, 3, 4]

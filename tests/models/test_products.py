@@ -137,6 +137,27 @@ def test_rows_in_float32_are_as_exact_as_in_torchs_kernel(
     assert ours != theirs, "both were computed in the same way"
 
 
+@pytest.mark.parametrize("scale", [None, 0.2])
+def test_layers_of_several_windows_share_a_plan(scale: float | None) -> None:
+    """By products in float32, and by torch's kernel in float64; values are wider than keys."""
+    lengths = torch.tensor([products.FASTER[torch.float32][0], 40, 9]).numpy()
+    draw = torch.Generator().manual_seed(2)
+    sizes = ((HEADS, DIM), (2, DIM), (2, DIM + 2))
+    tensors = [torch.randn(lengths.sum(), *size, generator=draw, dtype=torch.float64) for size in sizes]
+    plan = plan_rows(lengths, torch.device("cpu"))
+    for window in (5, None, 3):
+        wanted = []
+        for q, k, v in zip(*(x.split(lengths.tolist()) for x in tensors), strict=True):
+            seen = torch.ones(len(q), len(q), dtype=torch.bool).tril().triu(1 - (window or len(q)))
+            k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", q, k) * (scale or DIM**-0.5)
+            p = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            wanted.append(torch.einsum("hqk,khd->qhd", p, v))
+        for dtype, atol in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
+            found = attend_rows(*(x.to(dtype) for x in tensors), plan, scale, window)
+            torch.testing.assert_close(found.double(), torch.cat(wanted), rtol=0, atol=atol)
+
+
 def test_only_rows_in_bfloat16_on_a_cpu_that_multiplies_in_it_and_long_ones_in_float32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
