@@ -141,12 +141,12 @@ class WaveDecoder:
         """Removes finished rows from the batch once there are enough; returns the indices of the remaining
         ones, or None if none was removed."""
         count = int(alive.sum())
-        if count == len(alive) or (count and count * _LEAVE_SHARE > len(alive) * (_LEAVE_SHARE - 1)):
+        if count == len(alive) or count * _LEAVE_SHARE > len(alive) * (_LEAVE_SHARE - 1):
             return None
         stay = alive.nonzero()[:, 0]
         if count:
             stay = _enough(stay)
-        if count and len(stay) == len(alive):  # repeats would take their place
+        if len(stay) == len(alive):  # repeats would take their place
             return None
         self._slot = self._slot[stay]
         self._select(stay, [group.rows for group in self._groups])

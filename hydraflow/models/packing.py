@@ -263,7 +263,6 @@ def _begins_group(rows: _Rows, routes: torch.Tensor | None) -> torch.Tensor:
         above = starts[(rows.prompt_row - 1).clamp(min=0)] + rows.prompt_at
         differs |= (experts[here] != experts[above.clamp(max=len(experts) - 1)]).flatten(1).any(1)
     begins[rows.prompt_row[differs]] = True
-    begins[:1] = True
     return begins
 
 
