@@ -125,7 +125,8 @@ def tokenised(
     variables = [_variables(record, config) for record in records]
     alike: dict[str, list[int]] = {}
     for row, named in enumerate(variables):
-        alike.setdefault(json.dumps(named, sort_keys=True, default=str), []).append(row)
+        # templates see the order of keys
+        alike.setdefault(json.dumps(named, default=repr), []).append(row)
     found: dict[int, Conversation] = {}
     for rows in alike.values():
         theirs = [chats[row] for row in rows], [records[row] for row in rows]

@@ -135,10 +135,14 @@ def _parquet_rows(path: Path, key: str, limit: int | None) -> Iterator[dict[str,
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                rule = f"has several columns with the name {twice[0]}"
+                raise ConfigError.one(key, path, rule, "give each column a name of its own")
             for batch in file.iter_batches(batch_size=min(PARQUET_ROWS, limit or PARQUET_ROWS)):
-                yield from batch.to_pylist()
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        # the latter two: values that Python cannot represent
+                yield from batch.to_pylist(maps_as_pydicts="strict")
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, KeyError) as error:
+        # the last three: values that Python cannot represent, a map with a key twice
         raise ConfigError.one(key, path, f"is not a readable Parquet file: {error}") from error
 
 

@@ -200,11 +200,14 @@ def _cut(pair: Sequence[Conversation], config: PairsConfig) -> list[Conversation
 
 
 def _only_what_differs(chosen: Conversation, rejected: Conversation) -> list[Conversation] | None:
-    """Both with their shared leading turns masked out, so that only the rest is compared. None: there is no
-    rest."""
+    """Both with their shared leading turns masked out, so that only the rest is compared. Where one side
+    continues the other, the shorter one's last turn counts on both. None: they are the same."""
     shortest = min(len(chosen.ids), len(rejected.ids))
     same = (chosen.ids[:shortest] == rejected.ids[:shortest]).long().cumprod(0)
     common = int(same.sum())
+    if common == shortest and len(chosen.ids) != len(rejected.ids):
+        shorter = min(chosen, rejected, key=lambda one: len(one.ids))
+        common = min(common, int(shorter.trained.nonzero()[-1]))  # before the end of its last turn
     both = [replace(one, trained=_after(one.trained, common)) for one in (chosen, rejected)]
     return both if all(bool(one.trained[1:].any()) for one in both) else None
 

@@ -162,6 +162,16 @@ def test_a_rows_tools_and_thinking_are_the_templates(
     assert texts(batch, tokenizer)[0][0] == "1+2="
 
 
+def test_a_template_sees_the_keys_of_tools_in_the_rows_own_order(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    names = "{% for key in tools[0] %}{{ tools[0][key] }}{% endfor %}"
+    tokenizer.chat_template = names + WITH_PROMPT
+    rows = [{"prompt": "1", "response": "3", "tools": [dict(keys)]} for keys in (["a7", "b8"], ["b8", "a7"])]
+    batch = ConversationDataset(SFTDataConfig(), write(tmp_path / "a.jsonl", rows), tokenizer).batch([0, 1])
+    assert [prompt for prompt, _ in texts(batch, tokenizer)] == ["781=", "871="]
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:

@@ -127,6 +127,22 @@ def test_what_python_cannot_hold_is_the_users_to_know(tmp_path: Path) -> None:
         read_records(tmp_path / "a.parquet", key="k")
 
 
+def test_columns_with_one_name_are_refused_and_maps_are_objects(tmp_path: Path) -> None:
+    kind = pyarrow.map_(pyarrow.string(), pyarrow.int64())
+    maps = pyarrow.array([[("k", 1)], [], None], kind)
+    pyarrow.parquet.write_table(pyarrow.table({"x": maps}), tmp_path / "a.parquet")
+    assert [row.values["x"] for row in read_records(tmp_path / "a.parquet", key="k")] == [{"k": 1}, {}, None]
+    twice = pyarrow.array([[("k", 1), ("k", 2)]], kind)
+    pyarrow.parquet.write_table(pyarrow.table({"x": twice}), tmp_path / "b.parquet")
+    with pytest.raises(ConfigError, match="is not a readable Parquet file"):
+        read_records(tmp_path / "b.parquet", key="k")
+    table = pyarrow.table([maps, twice.take([0, 0, 0]), maps], names=["x", "y", "x"])
+    pyarrow.parquet.write_table(table, tmp_path / "c.parquet")
+    with pytest.raises(ConfigError, match="has several columns with the name x") as error:
+        read_records(tmp_path / "c.parquet", key="k")
+    assert "-> give each column a name of its own" in str(error.value)
+
+
 def test_a_limit_reads_no_more_rows_than_it_allows(tmp_path: Path) -> None:
     """200 kB in the file, 4 GB as Python objects: the same long text a million times."""
     text = pyarrow.array(["x" * 4000])

@@ -71,6 +71,27 @@ def test_only_what_differs_is_compared(tokenizer: Any, tmp_path: Path) -> None:
     assert [counted for _, _, counted in texts(batch, tokenizer)] == ["6", "33"]
 
 
+@pytest.mark.parametrize("longer", ["chosen", "rejected"])
+def test_one_conversation_may_continue_the_other(longer: str, tokenizer: Any, tmp_path: Path) -> None:
+    """The last turn of the shorter one counts on both sides, where it changes nothing; others do not."""
+    turns = ["1+1=", "2", "3+3=", "6"]
+    row = {"chosen": said(*turns), "rejected": said(*turns), longer: said(*turns, "4+4=", "8")}
+    batch = PairDataset(PairsConfig(), write(tmp_path / "a.jsonl", row), tokenizer).batch([0])
+    counted = [counted for _, _, counted in texts(batch, tokenizer)]
+    assert counted == (["68", "6"] if longer == "chosen" else ["6", "68"])
+
+
+def test_a_response_without_an_end_token_may_begin_the_other(tokenizer: Any, tmp_path: Path) -> None:
+    plain = copy.deepcopy(tokenizer)
+    plain.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    row = {"prompt": "1=", "chosen": "12", "rejected": "1"}
+    for config, kind in ((PairsConfig(), PairDataset), (GradedPairsConfig(), ScoredPairDataset)):
+        batch = kind(config, write(tmp_path / "a.jsonl", row), plain).batch([0])
+        assert [response for _, response, _ in texts(batch, plain)] == ["12", "1"]
+    with pytest.raises(ConfigError, match="chosen and rejected are the same"):
+        PairDataset(PairsConfig(), write(tmp_path / "b.jsonl", row | {"chosen": "1"}), plain)
+
+
 def test_rows_of_a_reward_model_end_with_a_place_for_the_score(tokenizer: Any, tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", PLAIN | {"margin": 2})
     plain = PairDataset(PairsConfig(), file, tokenizer).batch([0])
