@@ -267,10 +267,15 @@ class Checkpointer:
     def _publish(self, sealed: Path, step: int, regular: bool, score: float | None) -> None:
         """Moves the pointer last, so that a run interrupted before that does all of this again."""
         whole = self.store.name(sealed, step) if regular else sealed
-        if score is not None:
-            self.store.publish_best(whole, step, str(self.trainer.keep_best), score, linked=regular)
+        try:
+            if score is not None:
+                self.store.publish_best(whole, step, str(self.trainer.keep_best), score, linked=regular)
+            if regular:
+                self.store.point_to(step)
+        except OSError:
+            shutil.rmtree(whole, ignore_errors=True)  # the next one needs the space
+            raise
         if regular:
-            self.store.point_to(step)
             try:
                 self.store.thin_out({name: role.keep for name, role in self.roles.items()})
             except OSError as error:

@@ -93,11 +93,15 @@ class CheckpointStore:
         cannot be made."""
         # unique: a rank of an earlier start, on a machine believed lost, may still be writing this step
         unfinished = self.path(step).with_name(f"{self.path(step).name}.{secrets.token_hex(4)}{UNFINISHED}")
-        unfinished.mkdir(parents=True)
-        for role, size in ranks.items():
-            for rank in range(size):
-                expect_part(unfinished, role, rank)
-        (unfinished / RUN_STATE).write_text(json.dumps(state, indent=2) + "\n")
+        try:
+            unfinished.mkdir(parents=True)
+            for role, size in ranks.items():
+                for rank in range(size):
+                    expect_part(unfinished, role, rank)
+            (unfinished / RUN_STATE).write_text(json.dumps(state, indent=2) + "\n")
+        except OSError:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
         return unfinished
 
     def seal(self, unfinished: Path, step: int, files: Mapping[str, FileInfo]) -> None:

@@ -112,7 +112,8 @@ def _save(snapshot: Snapshot, checkpoint: Path, role: str, rank: int) -> None:
         part = RankFiles({str(path.relative_to(checkpoint)): file_facts(path, flush=True) for path in files})
     except Exception as error:  # libraries raise what they like, safetensors its own for a full disk
         part = RankFiles({}, f"{role} rank {rank}: {error}")
-        logger.exception("this part of %s could not be written", checkpoint)
+        if checkpoint.is_dir():  # else the run ended meanwhile, and has removed it
+            logger.exception("this part of %s could not be written", checkpoint)
     finally:
         _write_report(part, checkpoint, role, rank)
 
@@ -123,7 +124,8 @@ def _write_report(part: RankFiles, checkpoint: Path, role: str, rank: int) -> No
         with replacing(report) as unfinished:
             unfinished.write_text(json.dumps(asdict(part)))
     except OSError:
-        logger.exception("cannot write the report of this part (%s)", part.error or "the part is written")
+        if checkpoint.is_dir():
+            logger.exception("cannot write the report of this part (%s)", part.error or "the part is written")
     finally:
         _pending(checkpoint, role, rank).unlink(missing_ok=True)
 

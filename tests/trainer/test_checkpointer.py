@@ -31,6 +31,7 @@ from hydraflow.workers.engine_worker import EngineWorker
 from hydraflow.workers.saving import save_part
 
 METRIC = "val-core/x/acc/mean@1"
+STORE = "hydraflow.trainer.checkpoint_store.CheckpointStore"
 
 
 class Snapshot:
@@ -171,6 +172,25 @@ def test_a_full_disk_costs_the_new_checkpoint_only(
         group.snapshot = Snapshot()
         checkpoints.after(3, {}, last=True, preempted=False)
     assert CheckpointStore(tmp_path).steps() == [1, 3]
+
+
+def test_a_disk_that_is_full_before_or_after_the_parts_costs_no_room(
+    tmp_path: Path, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with checkpointer(tmp_path, group, save_freq=1, keep=1) as checkpoints:
+        checkpoints.after(1, {}, last=False, preempted=False)
+        checkpoints.settle()
+        for step, name in ((2, "hydraflow.trainer.checkpoint_store.expect_part"), (3, f"{STORE}.point_to")):
+            with monkeypatch.context() as patch:
+                patch.setattr(name, full)
+                checkpoints.after(step, {}, last=False, preempted=False)
+                checkpoints.settle()
+            assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["global_step_1"], name
+        checkpoints.after(4, {}, last=True, preempted=False)
+    assert CheckpointStore(tmp_path).steps() == [4]
 
 
 def test_a_full_disk_ends_the_run_where_that_is_wanted(tmp_path: Path, group: Group) -> None:
