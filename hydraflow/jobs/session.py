@@ -102,7 +102,8 @@ class Session:
         self.faults.require_none()
         self._start = run_start.begin(self.trainer, required, self._values)
         self.restarts.folder = self._start.folder
-        if self._start.is_done(required.total_steps):
+        lacks_model = self.trainer.save_final_model and not self.folder.final_model.exists()
+        if self._start.is_done(required.total_steps) and not lacks_model:
             done, asked = self._start.step, required.total_steps
             all_of = f"all {asked}" if done == asked else f"{done} of {asked}"
             print(f"{self.folder.path}: {all_of} steps are done; nothing was started")

@@ -225,10 +225,11 @@ def _warm_up(
             plan.total_steps,
             stop_when=lambda found: found["val/accuracy"] >= recipe.warm_start_accuracy,
         )
-    accuracy = held_out.run(plan.total_steps)["val/accuracy"]
-    if accuracy < LEAST_ACCURACY:
-        text = "the warm start ended at a held-out accuracy of %.2f: rewards will be rare"
-        log.warning(f"{text} (recipe.warm_start_steps)", accuracy)
+    if not clock.why_to_stop():
+        accuracy = held_out.run(plan.total_steps)["val/accuracy"]
+        if accuracy < LEAST_ACCURACY:
+            text = "the warm start ended at a held-out accuracy of %.2f: rewards will be rare"
+            log.warning(f"{text} (recipe.warm_start_steps)", accuracy)
     trainer.save(scratch / "model")
     trainer.close()
     return scratch / "model"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import time
@@ -256,3 +257,6 @@ def test_the_last_validation_is_made_up_for(tmp_path: Path, recipe_cache: Path) 
         found = [line["step"] for line in read_steps(tmp_path / "out") if "val-aux/failed_rows" in line]
         assert found == [2] and (tmp_path / "out" / "final_model").exists()
     assert "all 2 steps are done; nothing was started" in ended.stdout
+    shutil.rmtree(tmp_path / "out" / "final_model")
+    ended = hydraflow("main_ppo", *given, cwd=tmp_path)
+    assert ended.returncode == 0 and (tmp_path / "out" / "final_model").exists(), "a model that was removed"

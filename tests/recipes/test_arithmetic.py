@@ -158,12 +158,13 @@ def test_a_run_that_waits_too_long_says_for_what(tmp_path: Path, monkeypatch: py
 
 
 def test_a_warm_start_that_the_clock_cut_short_is_not_kept_for_others(
-    ray_session: None, tmp_path: Path
+    ray_session: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recipe = small(tmp_path / "cache")
     assets = prepare(recipe, tmp_path / "scratch", seconds=0.0)
     assert (assets.model / "config.json").is_file() and (tmp_path / "scratch") in assets.model.parents
     assert not is_made(cache_folder(recipe, SEED))
+    assert "the warm start ended at" not in caplog.text, "it was not too short, but interrupted"
 
 
 @pytest.mark.parametrize("name", sorted({field.name for field in fields(RecipeConfig)} - {"cache_dir"}))
