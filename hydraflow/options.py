@@ -162,13 +162,14 @@ class Implementation:
         return operator.attrgetter(attribute)(found)
 
     def keys(self, *sections: Any) -> dict[str, Any]:
-        """The keys of these sections that it reads, with their effective values. A section within them is no
-        key."""
+        """The keys of these sections that it reads, with their effective values. Of a section within them, a
+        user's function cannot read the whole."""
+        whole = OwnFunction.named(self.where) is None
         found = {
             field.name: section
             for section in sections
             for field in fields(section)
-            if not is_dataclass(getattr(section, field.name))
+            if whole or not is_dataclass(getattr(section, field.name))
         }
         return {name: effective_value(found[name], name) for name in self.reads if name in found}
 
