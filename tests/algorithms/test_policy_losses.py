@@ -349,6 +349,20 @@ def test_draws_differ_between_optimizer_steps_and_training_steps(scores):
     assert chosen[0] == chosen[2] and chosen[1] == chosen[3] and len(set(chosen)) == 4
 
 
+def test_every_token_has_a_draw_of_its_own():
+    """Also those of the same prompt, and those of the same sample number."""
+    drawn = []
+
+    def choice(cov, draws):
+        drawn.extend(draws.tolist())
+        return draws, 0.1
+
+    engine = RankEngine(0, 1, {}, threading.Barrier(1))
+    rows = hundred_tokens().with_columns({"group": torch.arange(10) // 5, "sample": torch.arange(10) % 5})
+    TokenSelector(choice, engine, lambda rows: rows.get("advantages"), (0, 1))(rows)
+    assert len(set(drawn)) == len(drawn) == 100
+
+
 def hundred_tokens():
     rows = [torch.zeros(10, dtype=torch.float64)] * 10
     return DataProto.from_dict(

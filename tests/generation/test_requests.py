@@ -54,6 +54,31 @@ def test_requests_in_any_order_are_sampled_as_in_a_batch(engine: NativeEngine) -
     assert [found[one.name].finish_reason for one in wanted] == list(whole.finish_reason)
 
 
+def test_an_engine_without_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_num_seqs=0 must be at least 1"):
+        NativeEngine(make(CONFIGS["qwen3 tied"]), max_num_seqs=0)
+
+
+def test_requests_that_share_a_prompt_or_a_key_are_told_apart(engine: NativeEngine) -> None:
+    one, other = torch.tensor([3, 7, 5]), torch.tensor([9, 2, 4])
+    request = GenerationRequest([one, one, other], [1, 1, 1], [(0, "a"), (0, "b"), (0, "b")])
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    whole = rows(engine.generate(request, params))
+    engine.submit(single(request, params))
+    assert [found.tokens.tolist() for found in drained(engine).values()] == whole
+    assert len(set(map(tuple, whole))) == 3
+
+
+def test_a_call_finishes_as_many_as_fit_into_one_batch(engine: NativeEngine) -> None:
+    """The others can still be aborted between two calls; those that came first are first."""
+    wanted = single(make_request([3] * 7, samples=2), SamplingParams(max_tokens=2))
+    engine.submit(wanted)
+    names = [one.name for one in wanted]
+    assert [one.name for one in engine.advance()] == names[:5]
+    assert [one.name for one in engine.abort(names[8:])] == names[8:]
+    assert [one.name for one in engine.advance()] == names[5:8] and engine.advance() == []
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_continued_response_is_the_unbroken_one(engine: NativeEngine, temperature: float) -> None:
     request, params = make_request(LENGTHS), SamplingParams(max_tokens=12, temperature=temperature)

@@ -86,9 +86,12 @@ def test_models_made_of_the_same_configuration_keep_theirs() -> None:
     assert model.config.to_dict() == before.to_dict()
 
 
-@pytest.mark.skipif(
+AVX512 = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() != "AVX512", reason="on other CPUs the last bits may differ"
 )
+
+
+@AVX512
 @pytest.mark.parametrize("name", CONFIGS)
 def test_log_probabilities_have_the_same_bits_in_any_company(name: str) -> None:
     engine = NativeEngine(made(name))
@@ -99,12 +102,32 @@ def test_log_probabilities_have_the_same_bits_in_any_company(name: str) -> None:
         assert all(torch.equal(one, other) for one, other in zip(alone, together[2 * i : 2 * i + 2]))
 
 
-def test_a_layer_with_one_output() -> None:
-    layer = torch.nn.Linear(32, 1)
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_a_layer_with_few_outputs(outputs: int) -> None:
+    layer = torch.nn.Linear(32, outputs)
     model = made("mixtral")
     model.extra = layer
     x = torch.randn(5, 7, 32)
     expected = layer(x)
     steady_products(model)
-    assert layer(x).shape == (5, 7, 1)
+    assert layer(x).shape == (5, 7, outputs)
     torch.testing.assert_close(layer(x), expected)
+
+
+@AVX512
+def test_rows_of_a_layer_with_one_output_have_the_same_bits_in_any_company() -> None:
+    model = made("mixtral")
+    model.extra = layer = torch.nn.Linear(1000, 1)
+    steady_products(model)
+    x = torch.randn(128, 1000, generator=torch.Generator().manual_seed(0))
+    together = layer(x)
+    for rows in range(LEAST_ROWS, 128, 7):
+        assert torch.equal(layer(x[:rows]), together[:rows]), rows
+
+
+def test_only_a_model_on_a_cpu_is_changed() -> None:
+    model = made("mixtral").to("meta")
+    model.extra = layer = torch.nn.Linear(32, 1, device="meta")
+    steady_products(model)
+    experts: Any = model.model.layers[0].mlp.experts
+    assert experts.config._experts_implementation != NAME and type(layer) is torch.nn.Linear

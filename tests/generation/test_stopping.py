@@ -82,6 +82,13 @@ def test_bytes_that_are_no_text_cost_no_later_string() -> None:
     assert StopStrings(tokenizer, ["bc"], []).length([0, 1, 2, 3]) == 4
 
 
+def test_special_tokens_are_text_also_after_bytes_that_are_none() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"<0x61>": 0, "<0xC3>": 1, "b": 2}, unk_token="b"))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
+    assert StopStrings(tokenizer, ["b<end>"], []).length([0, 1, 2, 3]) == 4
+
+
 def test_the_first_words_depend_on_what_is_before_them() -> None:
     """A tokenizer of words puts a space before each but the first of a text."""
     words = Tokenizer(models.WordLevel({"<unk>": 0, "so": 1, "stop": 2}, unk_token="<unk>"))

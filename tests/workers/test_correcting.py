@@ -108,6 +108,27 @@ def test_a_mini_batch_of_which_nothing_is_left(correction: Correction) -> None:
     assert listed(untrained.get("response_mask")) == [[0], [0]]
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_columns_in_single_precision_are_corrected_in_double(level: str) -> None:
+    old, mask = torch.tensor([-0.1, -2.3, -0.7]), torch.ones(3, dtype=torch.int64)
+    columns = {"response_mask": mask, "old_log_probs": old, "rollout_log_probs": 1.1 * old}
+    rows = DataProto.from_dict({name: ragged.from_rows([column]) for name, column in columns.items()})
+    gaps = [a - b for a, b in zip(old.tolist(), columns["rollout_log_probs"].tolist())]
+    wanted = math.exp(math.fsum(gaps)) if level == "sequence" else math.fsum(map(math.exp, gaps)) / 3
+    changed, metrics = correct(Correction(Weighting(level, 2.0, normalized=True)), rows)
+    assert metrics["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(wanted, rel=1e-13)
+    assert changed.get("rollout_is_weights").dtype == torch.float32
+
+
+@pytest.mark.parametrize("rule", ["token_k1", "seq_sum_k1", "seq_mean_k1", "seq_max_k1"])
+def test_responses_without_a_token(rule: str) -> None:
+    """A data rank may have no others."""
+    correction = Correction(Weighting("sequence", 2.0, normalized=True), (Rejection(rule, 2.0, 0.5),))
+    changed, metrics = correct(correction, rows_of([[], []], [[], []]))
+    assert listed(changed.get("response_mask")) == listed(changed.get("rollout_is_weights")) == [[], []]
+    assert metrics == {"rollout_corr/rollout_is_batch_norm_factor": 1.0}
+
+
 # --- a training step ---------------------------------------------------
 
 REINFORCE = BYPASS_LOSSES["reinforce"]
