@@ -116,10 +116,8 @@ def input_table(records: Sequence[FileRecord]) -> pyarrow.Table:
     their types if all files agree on them.
     """
     names = dict.fromkeys(name for record in records for name in record.values if name != RESPONSES)
-    columns, types = (
-        {name: [record.values.get(name) for record in records] for name in names},
-        _types(records),
-    )
+    columns = {name: [record.values.get(name) for record in records] for name in names}
+    types = _types(records)
     return pyarrow.table({name: _column(name, values, types.get(name)) for name, values in columns.items()})
 
 

@@ -273,7 +273,10 @@ class Checkpointer:
             if regular:
                 self.store.point_to(step)
         except OSError:
-            shutil.rmtree(whole, ignore_errors=True)  # the next one needs the space
+            if (
+                self.store.pointer() != step
+            ):  # an earlier start may have saved the step, and moved the pointer
+                shutil.rmtree(whole, ignore_errors=True)  # the next one needs the space
             raise
         if regular:
             try:

@@ -419,9 +419,9 @@ def rewards_are_optional(config: PPOConfig) -> bool:
 
 def function_is_needed(config: PPOConfig) -> bool:
     """Whether a row on which the reward function failed has nothing else to learn from."""
-    if config.reward.reward_model.enable:
-        return estimator_of(config.algorithm.adv_estimator).several_rewards and not _teachers_alone(config)
-    return not _teachers_alone(config)
+    reads_its_numbers = estimator_of(config.algorithm.adv_estimator).several_rewards
+    scored_by_it = reads_its_numbers or not config.reward.reward_model.enable
+    return scored_by_it and not _teachers_alone(config)
 
 
 def most_failed_share(config: PPOConfig) -> float:

@@ -193,6 +193,22 @@ def test_a_disk_that_is_full_before_or_after_the_parts_costs_no_room(
     assert CheckpointStore(tmp_path).steps() == [4]
 
 
+def test_a_step_that_the_pointer_names_stays_when_the_best_cannot_be_kept(
+    tmp_path: Path, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved again by a later start, to which a resume would go back."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run(checkpointer(tmp_path, group, save_freq=1), [0.0])
+    monkeypatch.setattr(f"{STORE}.publish_best", full)
+    with checkpointer(tmp_path, group, save_freq=1, keep_best=METRIC) as checkpoints:
+        checkpoints._save(1, True, 0.5)
+        checkpoints.settle()
+    assert CheckpointStore(tmp_path).newest_whole(["actor"]) == (1, {})
+
+
 def test_a_full_disk_ends_the_run_where_that_is_wanted(tmp_path: Path, group: Group) -> None:
     group.snapshot = FullDisk()
     with pytest.raises(EnvironmentFault, match="stop_on_failed_save=true"):
