@@ -233,5 +233,5 @@ def test_the_head_allocates_what_the_formula_says(
     if entropy:
         training = allocated(lambda: forward().backward())
         kinds: Any = dict(device_type="cpu", trained_entropy=trained, post=copies)
-        estimate = head_backward(V, K, chunk, number, **kinds)
+        estimate = max(estimate, head_backward(V, K, chunk, number, **kinds))
         assert 0.9 * estimate < training < 1.1 * estimate + scratch
