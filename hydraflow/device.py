@@ -310,6 +310,13 @@ def mkl_is_slow() -> bool:
 
 
 @cache
+def mkl_has_avx512() -> bool:
+    """Whether MKL multiplies with AVX-512 on this CPU."""
+    described = _cpu_as_described()
+    return "avx512f" in described and "GenuineIntel" in described
+
+
+@cache
 def onednn_is_faster() -> bool:
     """Whether oneDNN multiplies float32 matrices faster on this CPU than torch's default, MKL."""
     import torch

@@ -17,7 +17,7 @@ from hydraflow.models.decoding_sizes import (
     FILTERED_LOGITS,
     LEAST_ROWS,
     PREFILL_TOKENS,
-    is_onednns,
+    Copies,
     padded_width,
     with_room,
 )
@@ -40,8 +40,8 @@ class NativeEngineMemory:
     """Bytes of a number."""
     top_p: bool = False
     """Whether top-p filters."""
-    reordered: bool = False
-    """Whether it copies weights of linear layers while it decodes (`generation/reordered.py`)."""
+    copies: Copies | None = None
+    """Which weights of linear layers it copies while it decodes (`generation/reordered.py`)."""
 
     @property
     def resting(self) -> MemoryParts:
@@ -83,14 +83,11 @@ class NativeEngineMemory:
         )
 
     def _copied(self) -> int:
-        """Numbers in reordered copies."""
-        if not self.reordered:
+        """Numbers in copies."""
+        if self.copies is None:
             return 0
-        always = self.number < 4
         return sum(
-            count * outer * inner
-            for count, outer, inner in self.shape.matrices
-            if always or is_onednns(outer, inner)
+            count * outer * inner for count, outer, inner in self.shape.matrices if self.copies(outer, inner)
         )
 
 

@@ -7,7 +7,8 @@ purpose: torch, and with it the memory of this machine's GPUs, so that it is not
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -17,10 +18,12 @@ from hydraflow.device import (
     cgroup_folders,
     cpu_has_bf16,
     listed_gpus,
+    mkl_has_avx512,
     mkl_is_slow,
     planned_type,
 )
 from hydraflow.engine.config import FSDPConfig
+from hydraflow.models.decoding_sizes import Copies, is_any, is_onednns, keeps_bits_transposed
 from hydraflow.schema import PPOConfig
 from hydraflow.system.allocation import allocation
 
@@ -44,8 +47,8 @@ class MemoryLimits:
     host_bytes: int | None
     half: bool
     """Whether a type of `auto` means bfloat16."""
-    reordered: tuple[int, ...] = ()
-    """Bytes of the numbers for which linear layers are oneDNN's, which reorders their weights."""
+    copies: Mapping[int, Copies] = field(default_factory=dict)
+    """Bytes of a number -> which weights of linear layers the native engine copies while it decodes."""
     notes: tuple[str, ...] = ()
 
     def bytes_of(self, dtype: str) -> int:
@@ -102,14 +105,20 @@ def limits_of(config: PPOConfig) -> MemoryLimits:
         device_bytes=device,
         host_bytes=host,
         half=device_type != "cpu" or cpu_has_bf16(),
-        reordered=() if device_type != "cpu" else _reordered(),
+        copies={} if device_type != "cpu" else _copies(),
         notes=tuple(notes),
     )
 
 
-def _reordered() -> tuple[int, ...]:
-    numbers = {4: mkl_is_slow(), 2: cpu_has_bf16()}
-    return tuple(number for number, is_onednns in numbers.items() if is_onednns)
+def _copies() -> dict[int, Copies]:
+    found: dict[int, Copies] = {}
+    if mkl_is_slow():
+        found[4] = is_onednns
+    elif mkl_has_avx512():
+        found[4] = keeps_bits_transposed
+    if cpu_has_bf16():
+        found[2] = is_any
+    return found
 
 
 @dataclass(frozen=True)

@@ -105,8 +105,7 @@ def _rollout(inputs: EstimateInputs, layout: Layout) -> Estimate:
     sequences = max(1, min(rollout.max_num_seqs, plan.trajectories_per_engine))
     if layout.engine not in ALONE:
         top_p = min(rollout.top_p, rollout.val_kwargs.top_p) < 1
-        reordered = number in inputs.limits.reordered
-        engine = NativeEngineMemory(inputs.shape, number, top_p, reordered)
+        engine = NativeEngineMemory(inputs.shape, number, top_p, inputs.limits.copies.get(number))
         return engine.resting, {"sample": engine.sample(rows, sequences), "sync": engine.resting}
     others = [other for name, other in inputs.plan.layouts.items() if name != "rollout"]
     shared = any(len(layout.devices & other.devices) for other in others)

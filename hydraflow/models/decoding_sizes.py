@@ -3,6 +3,11 @@ its memory needs them too (`memory/generation.py`)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+Copies = Callable[[int, int], bool]
+"""Whether a weight of (outer, inner) dimensions is copied while a wave is decoded."""
+
 LEAST_ROWS = 16
 """Minimum number of rows for oneDNN. From here on a row's bits do not depend on the other rows, with MKL
 either (`generation/decode.py`)."""
@@ -11,6 +16,9 @@ LEAST_INNER = 128
 hence the same bits (`generation/lean.py`)."""
 MOST_WEIGHTS = 2**25
 """Maximum size of a matrix for oneDNN in float32, which makes a reordered copy of it."""
+MKL_BLOCK = 384
+"""Inner dimension up to which MKL sums at once with AVX-512. It splits what is left beyond several such
+blocks by the number of rows."""
 PREFILL_TOKENS = 8192
 """Prompt tokens per forward pass; more would need memory without being faster."""
 FILTERED_LOGITS = 2**23
@@ -22,6 +30,17 @@ _LEAST_ROOM = 16
 def is_onednns(outer: int, inner: int) -> bool:
     """Whether oneDNN multiplies with a float32 matrix of these dimensions, where it is faster at all."""
     return inner >= LEAST_INNER and outer * inner <= MOST_WEIGHTS
+
+
+def keeps_bits_transposed(_outer: int, inner: int) -> bool:
+    """Whether MKL with AVX-512 multiplies LEAST_ROWS rows or more with a transposed copy of a float32 matrix
+    of these dimensions to the same bits as with the matrix itself. Measured."""
+    return inner <= 2 * MKL_BLOCK or inner % MKL_BLOCK == 0
+
+
+def is_any(_outer: int, _inner: int) -> bool:
+    """oneDNN multiplies with every matrix of bfloat16."""
+    return True
 
 
 def padded_width(length: int) -> int:

@@ -1,4 +1,4 @@
-"""Reordered copies of weights: which products use them, their bits, and how long they exist."""
+"""Copies of weights for decoding: which products use them, their bits, and how long they exist."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from models.onednn import noted_by_onednn
 from torch import Tensor, nn
 from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
 
-from hydraflow.device import cpu_has_bf16
+from hydraflow.device import cpu_has_bf16, mkl_has_avx512
 from hydraflow.generation import decode, reordered
 from hydraflow.generation.base import SamplingParams
 from hydraflow.generation.native import NativeEngine
 from hydraflow.generation.reordered import ReorderingLinear, joined, let_linears_reorder, reordering_linears
 from hydraflow.generation.sampling import choose
+from hydraflow.models import linear as linears
 from hydraflow.models.decoding_sizes import LEAST_INNER, LEAST_ROWS
 from hydraflow.models.linear import linear
 
@@ -36,6 +37,23 @@ TYPES = pytest.mark.parametrize(
 def on_any_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """oneDNN multiplies, wherever this runs; gives the copies that it was given."""
     return noted_by_onednn(monkeypatch, reordered)
+
+
+@pytest.fixture
+def by_mkl(on_any_cpu: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """MKL multiplies float32, as on Intel's processors; gives the weights that were transposed."""
+    if not mkl_has_avx512() or not torch.backends.mkl.is_available():
+        pytest.skip("its products have these bits only with AVX-512")
+    found: list[Tensor] = []
+    real = reordered._transposed
+
+    def transposed(weight: Tensor) -> Tensor:
+        found.append(weight)
+        return real(weight)
+
+    monkeypatch.setattr(linears, "onednn_is_faster", lambda: False)
+    monkeypatch.setattr(reordered, "_transposed", transposed)
+    return found
 
 
 def layer_of(inner: int, outer: int, dtype: torch.dtype, bias: bool = False) -> ReorderingLinear:
@@ -80,6 +98,39 @@ def test_products_that_are_not_onednns_need_no_copy(
     assert not on_any_cpu
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("inner", "outer"), [(128, 384), (384, 128), (200, 514), (512, 17), (768, 2), (1152, 1000), (3072, 64)]
+)
+@torch.inference_mode()
+def test_a_transposed_copy_changes_no_bit_of_any_row(
+    inner: int, outer: int, bias: bool, by_mkl: list[Tensor]
+) -> None:
+    layer = layer_of(inner, outer, torch.float32, bias)
+    x = torch.randn(600, inner)
+    whole = linear(x, layer.weight, layer.bias)
+    layer.keep_copy()
+    for count in (LEAST_ROWS, 17, 64, 129, 300, 600):
+        assert torch.equal(layer(x[:count]), whole[:count]), f"{count} rows"
+    assert torch.equal(layer(x[:40].view(2, 20, inner)), whole[:40].view(2, 20, outer))
+    assert len(by_mkl) == 1, "it is made once"
+    layer.drop_copy()
+    assert torch.equal(layer(x), whole) and len(by_mkl) == 1
+
+
+@pytest.mark.parametrize(
+    ("inner", "dtype"), [(784, torch.float32), (1024, torch.float32), (128, torch.float64)]
+)
+@torch.inference_mode()
+def test_products_with_other_bits_when_transposed_need_no_copy(
+    inner: int, dtype: torch.dtype, by_mkl: list[Tensor]
+) -> None:
+    layer = layer_of(inner, 64, dtype)
+    layer.keep_copy()
+    layer(torch.randn(LEAST_ROWS, inner, dtype=dtype))
+    assert not by_mkl
+
+
 def test_a_joined_layer_follows_what_is_written_into_its_parts() -> None:
     parts = [nn.Linear(8, size, dtype=torch.float64) for size in (3, 5)]
     whole, x = joined(parts), torch.randn(4, 8, dtype=torch.float64)
@@ -113,6 +164,18 @@ def test_samples_are_the_same_and_no_copy_outlives_them(
     assert updated == rows(NativeEngine(other).generate(request, PARAMS)) != found
     assert found == rows(NativeEngine(make(CONFIGS[name], dtype)).generate(request, PARAMS))
     assert not on_any_cpu
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_samples_are_the_same_with_transposed_copies(
+    name: str, by_mkl: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = make_request([3, 9, 4], samples=6)
+    engine = NativeEngine(make(CONFIGS[name]), max_num_seqs=6)
+    found = rows(engine.generate(request, PARAMS))
+    assert by_mkl and engine._forward._reordering is None
+    monkeypatch.setattr(ReorderingLinear, "keep_copy", lambda self: None)
+    assert found == rows(NativeEngine(make(CONFIGS[name])).generate(request, PARAMS))
 
 
 def test_an_error_while_sampling_leaves_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:

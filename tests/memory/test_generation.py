@@ -19,6 +19,7 @@ from hydraflow.memory.generation import (
     kv_numbers,
 )
 from hydraflow.memory.shape import ModelShape
+from hydraflow.models.decoding_sizes import is_any, is_onednns, keeps_bits_transposed
 
 SHAPE = ModelShape("llama", 1000, 64, 3, 8, 2, 8, 128, tied=True, dense_at=range(3))
 
@@ -49,11 +50,14 @@ def test_native_by_hand() -> None:
 
 
 def test_copies_of_weights_by_hand() -> None:
-    """3 layers of attention and MLP, and the head; in float32 no narrow matrix and no very large one."""
+    """3 layers of attention and MLP, and the head; in float32 no narrow matrix and no very large one by
+    oneDNN, by MKL none whose inner dimension it would split otherwise."""
     rows = RowSizes(30, 10, samples=4, packed=True)
 
-    def copied(shape: ModelShape, number: int) -> int:
-        both = [NativeEngineMemory(shape, number, reordered=kept) for kept in (True, False)]
+    def copied(shape: ModelShape, number: int, by_mkl: bool = False) -> int:
+        of_float32 = keeps_bits_transposed if by_mkl else is_onednns
+        copies = is_any if number == 2 else of_float32
+        both = [NativeEngineMemory(shape, number, copies=kept) for kept in (copies, None)]
         with_copies, without = [engine.sample(rows, 32).weights for engine in both]
         return with_copies - without
 
@@ -64,6 +68,12 @@ def test_copies_of_weights_by_hand() -> None:
     layers = 3 * (128 * (64 + 2 * 16) + 3 * 128 * 128)  # the output of attention is 64 wide
     assert copied(wide, 4) == 4 * (layers + 2**25)
     assert copied(replace(wide, vocabulary=2**18 + 1), 4) == 4 * layers
+    assert copied(SHAPE, 4, by_mkl=True) == 2 * copied(SHAPE, 2)
+    split = replace(SHAPE, intermediate=769)
+    assert copied(split, 4, by_mkl=True) == 4 * (3 * (2 * 64 * (64 + 16) + 2 * 64 * 769) + 1000 * 64)
+    assert copied(replace(SHAPE, intermediate=1152), 4, by_mkl=True) == 2 * copied(
+        replace(SHAPE, intermediate=1152), 2
+    )
     experts = dict(experts=4, experts_per_token=2, expert_intermediate=32, dense_at=())
     assert copied(replace(SHAPE, **experts), 2) == 2 * (3 * 2 * 64 * (64 + 16) + 1000 * 64)
 
