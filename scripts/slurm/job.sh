@@ -38,8 +38,16 @@ make_folder() {
 
 # Sets `words`: the command that runs node.sh on every node, in a container or not.
 build_step() {
-    local scripts mounts
+    local scripts mounts mounted
     scripts="$(realpath "$HYDRAFLOW_SCRIPTS")"
+    if [[ -n "${HYDRAFLOW_CONTAINER:-}" ]]; then
+        for mounted in "$PWD" "$folder" "$scripts"; do
+            [[ "$mounted" != *[:,]* ]] || {
+                tell "$mounted: a container cannot mount a path that contains ':' or ','" >&2
+                exit 2
+            }
+        done
+    fi
     mounts="$PWD:$PWD,$folder:$folder,$scripts:$scripts"
     mounts+="${HYDRAFLOW_CONTAINER_MOUNTS:+,$HYDRAFLOW_CONTAINER_MOUNTS}"
     words=(srun "--nodes=$SLURM_JOB_NUM_NODES" "--ntasks=$SLURM_JOB_NUM_NODES" --ntasks-per-node=1)

@@ -175,6 +175,17 @@ def test_a_container_of_another_kind_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "srun.words").exists()
 
 
+@pytest.mark.parametrize("sign", [":", ","])
+def test_a_path_that_a_container_cannot_mount_is_refused(sign: str, tmp_path: Path) -> None:
+    folder = {"HYDRAFLOW_JOB_DIR": str(tmp_path / f"jobs{sign}2")}
+    container = {"HYDRAFLOW_CONTAINER": "apptainer:/images/hf.sif"}
+    code, said = ended(batch(tmp_path, ENDS_WITH.format(0), **folder, **container))
+    assert code == 2 and f"jobs{sign}2/job-77: a container cannot mount a path that contains" in said
+    assert not (tmp_path / "srun.words").exists()
+    ended(batch(tmp_path, ENDS_WITH.format(0), **folder))
+    assert (tmp_path / "srun.words").exists(), "only containers cannot"
+
+
 REQUEUE_NOTE = 'echo note >"$HYDRAFLOW_JOB_FOLDER/requeue"; ' + ENDS_WITH.format(0)
 LOST = 'echo node2 >"$HYDRAFLOW_JOB_FOLDER/lost"; echo 4 >"$HYDRAFLOW_JOB_FOLDER/exit_code"; exec sleep 60'
 
