@@ -14,10 +14,10 @@ from hydraflow.memory.activations import RowSizes
 from hydraflow.memory.report import MemoryParts, fullest
 from hydraflow.memory.shape import ModelShape
 from hydraflow.models.decoding_sizes import (
+    COPIED,
     FILTERED_LOGITS,
     LEAST_ROWS,
     PREFILL_TOKENS,
-    Copies,
     padded_width,
     with_room,
 )
@@ -40,8 +40,8 @@ class NativeEngineMemory:
     """Bytes of a number."""
     top_p: bool = False
     """Whether top-p filters."""
-    copies: Copies | None = None
-    """Which weights of linear layers it copies while it decodes (`generation/reordered.py`)."""
+    copies: str | None = None
+    """Which weights of linear layers it copies while it decodes (`COPIED`); None: none."""
 
     @property
     def resting(self) -> MemoryParts:
@@ -86,8 +86,9 @@ class NativeEngineMemory:
         """Numbers in copies."""
         if self.copies is None:
             return 0
+        is_copied = COPIED[self.copies]
         return sum(
-            count * outer * inner for count, outer, inner in self.shape.matrices if self.copies(outer, inner)
+            count * outer * inner for count, outer, inner in self.shape.matrices if is_copied(outer, inner)
         )
 
 

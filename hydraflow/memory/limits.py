@@ -23,7 +23,6 @@ from hydraflow.device import (
     planned_type,
 )
 from hydraflow.engine.config import FSDPConfig
-from hydraflow.models.decoding_sizes import Copies, is_any, is_onednns, keeps_bits_transposed
 from hydraflow.schema import PPOConfig
 from hydraflow.system.allocation import allocation
 
@@ -47,8 +46,8 @@ class MemoryLimits:
     host_bytes: int | None
     half: bool
     """Whether a type of `auto` means bfloat16."""
-    copies: Mapping[int, Copies] = field(default_factory=dict)
-    """Bytes of a number -> which weights of linear layers the native engine copies while it decodes."""
+    copies: Mapping[int, str] = field(default_factory=dict)
+    """Bytes of a number -> which weights the native engine copies while it decodes (`COPIED`)."""
     notes: tuple[str, ...] = ()
 
     def bytes_of(self, dtype: str) -> int:
@@ -110,14 +109,14 @@ def limits_of(config: PPOConfig) -> MemoryLimits:
     )
 
 
-def _copies() -> dict[int, Copies]:
-    found: dict[int, Copies] = {}
+def _copies() -> dict[int, str]:
+    found = {}
     if mkl_is_slow():
-        found[4] = is_onednns
+        found[4] = "oneDNN's"
     elif mkl_has_avx512():
-        found[4] = keeps_bits_transposed
+        found[4] = "MKL's"
     if cpu_has_bf16():
-        found[2] = is_any
+        found[2] = "all"
     return found
 
 

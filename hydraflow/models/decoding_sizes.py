@@ -5,9 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-Copies = Callable[[int, int], bool]
-"""Whether a weight of (outer, inner) dimensions is copied while a wave is decoded."""
-
 LEAST_ROWS = 16
 """Minimum number of rows for oneDNN. From here on a row's bits do not depend on the other rows, with MKL
 either (`generation/decode.py`)."""
@@ -38,9 +35,12 @@ def keeps_bits_transposed(_outer: int, inner: int) -> bool:
     return inner <= 2 * MKL_BLOCK or inner % MKL_BLOCK == 0
 
 
-def is_any(_outer: int, _inner: int) -> bool:
-    """oneDNN multiplies with every matrix of bfloat16."""
-    return True
+COPIED: dict[str, Callable[[int, int], bool]] = {
+    "all": lambda _outer, _inner: True,
+    "oneDNN's": is_onednns,
+    "MKL's": keeps_bits_transposed,
+}
+"""Which weights of linear layers are copied while a wave is decoded, by their dimensions (outer, inner)."""
 
 
 def padded_width(length: int) -> int:

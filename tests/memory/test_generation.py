@@ -19,7 +19,6 @@ from hydraflow.memory.generation import (
     kv_numbers,
 )
 from hydraflow.memory.shape import ModelShape
-from hydraflow.models.decoding_sizes import is_any, is_onednns, keeps_bits_transposed
 
 SHAPE = ModelShape("llama", 1000, 64, 3, 8, 2, 8, 128, tied=True, dense_at=range(3))
 
@@ -55,8 +54,7 @@ def test_copies_of_weights_by_hand() -> None:
     rows = RowSizes(30, 10, samples=4, packed=True)
 
     def copied(shape: ModelShape, number: int, by_mkl: bool = False) -> int:
-        of_float32 = keeps_bits_transposed if by_mkl else is_onednns
-        copies = is_any if number == 2 else of_float32
+        copies = "all" if number == 2 else "MKL's" if by_mkl else "oneDNN's"
         both = [NativeEngineMemory(shape, number, copies=kept) for kept in (copies, None)]
         with_copies, without = [engine.sample(rows, 32).weights for engine in both]
         return with_copies - without

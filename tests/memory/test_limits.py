@@ -53,14 +53,14 @@ def test_weights_that_are_copied_for_decoding(monkeypatch: pytest.MonkeyPatch) -
     config = PPOConfig()
     config.trainer.device = "cpu"
 
-    def copied(slow: bool, fast: bool, bf16: bool) -> dict[int, bool]:
+    def copied(slow: bool, fast: bool, bf16: bool) -> dict[int, str]:
         values = {"mkl_is_slow": slow, "mkl_has_avx512": fast, "cpu_has_bf16": bf16}
         for name, value in values.items():
             monkeypatch.setattr(limits, name, partial(bool, value))
-        return {number: choose(64, 100) for number, choose in limits_of(config).copies.items()}
+        return dict(limits_of(config).copies)
 
-    assert copied(slow=True, fast=False, bf16=True) == {4: False, 2: True}
-    assert copied(slow=False, fast=True, bf16=False) == {4: True}
+    assert copied(slow=True, fast=False, bf16=True) == {4: "oneDNN's", 2: "all"}
+    assert copied(slow=False, fast=True, bf16=False) == {4: "MKL's"}
     assert copied(slow=False, fast=False, bf16=False) == {}
     assert limits_of(described(device="H100")).copies == {}
 
