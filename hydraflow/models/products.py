@@ -1,11 +1,12 @@
 """Causal attention by matrix products, a block of queries and a few megabytes of scores at a time.
 
 torch's own CPU kernel takes up to five times as long for bfloat16 rows of a few dozen tokens, most of it in
-the backward pass, and half as long again for rows of a thousand. In float32 it takes a fifth to a half longer
-for rows of 200 to 1,000 tokens, and with OpenBLAS (`openblas.py`) from 16 tokens on, up to twice as long (one
-core of an AMD EPYC); shorter ones are faster with it. Scores are computed in the forward and again in the
-backward pass, so that none are kept; keys after a block's last query are left out. Scores and probabilities
-are float32, as in torch's kernel.
+the backward pass. How it compares for longer rows depends on the processor. On an AMD EPYC it takes half as
+long again for bfloat16 rows of a thousand, a fifth to a half longer for float32 rows of 200 to 1,000, and
+with OpenBLAS (`openblas.py`) from 16 tokens on, up to twice as long. On an Intel Xeon with AMX it takes as
+long for bfloat16 rows of 230, half as long for a thousand, and 55 to 100 % of the time for float32. Scores
+are computed in the forward and again in the backward pass, so that none are kept; keys after a block's last
+query are left out. Scores and probabilities are float32, as in torch's kernel.
 
 Legend: B rows, h heads of queries, k heads of keys and values, g = h / k, W tokens of a row, w tokens of a
 block, e keys that it sees, d head dimension.
@@ -20,12 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hydraflow.device import cpu_has_bf16
+from hydraflow.device import cpu_has_bf16, mkl_has_avx512
 from hydraflow.models import openblas
 from hydraflow.models.chunks import chunk_slices, equal_slices
 
 FASTER = {torch.bfloat16: range(1, 2049), torch.float32: range(192, 1025)}
 """Tokens of the rows for which this is faster, measured with one thread."""
+FASTER_ON_INTEL = {torch.bfloat16: range(1, 225)}
+"""The same where MKL has AVX-512."""
 FASTER_BY_OPENBLAS = range(16, 2049)
 """The same for float32 by OpenBLAS. Longer rows are faster as well, but need a mask of 64 MiB."""
 _BLOCK = 64
@@ -38,7 +41,8 @@ def are_faster(query: Tensor) -> bool:
     """Whether to attend by products: query (B, h, W, d)."""
     if openblas.suits(query) and query.shape[2] in FASTER_BY_OPENBLAS:
         return True
-    if query.device.type != "cpu" or query.shape[2] not in FASTER.get(query.dtype, ()):
+    ranges = FASTER_ON_INTEL if mkl_has_avx512() else FASTER
+    if query.device.type != "cpu" or query.shape[2] not in ranges.get(query.dtype, ()):
         return False
     return query.dtype != torch.bfloat16 or cpu_has_bf16()
 

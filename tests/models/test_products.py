@@ -13,8 +13,10 @@ HEADS, DIM = 4, 8
 
 
 @pytest.fixture(autouse=True)
-def without_openblas(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_any_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU that is not Intel's, without OpenBLAS."""
     monkeypatch.setattr(openblas, "is_faster", lambda: False)
+    monkeypatch.setattr(products, "mkl_has_avx512", lambda: False)
 
 
 def leaves(rows: int, width: int, kv: int) -> list[torch.Tensor]:
@@ -175,3 +177,13 @@ def test_only_rows_in_bfloat16_on_a_cpu_that_multiplies_in_it_and_long_ones_in_f
     assert on(torch.float32, 16) and on(torch.float32, 2048) and not on(torch.bfloat16, 256)
     assert not on(torch.float32, 15) and not on(torch.float32, 2049)
     assert not on(torch.float64, 256) and not on(torch.float32, 256, "meta")
+
+
+def test_only_short_rows_in_bfloat16_where_mkl_has_avx_512(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on(dtype: torch.dtype, width: int) -> bool:
+        return products.are_faster(torch.empty(1, 2, width, 1, dtype=dtype))
+
+    monkeypatch.setattr(products, "mkl_has_avx512", lambda: True)
+    monkeypatch.setattr(products, "cpu_has_bf16", lambda: True)
+    assert on(torch.bfloat16, 1) and on(torch.bfloat16, 224) and not on(torch.bfloat16, 225)
+    assert not on(torch.float32, 224) and not on(torch.float32, 1000)
