@@ -253,7 +253,7 @@ def made_model(recipe: list[str]) -> str | None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("command", "rate", "steps"), [("main_dpo", 2e-4, 25), ("main_rm", 2e-4, 50)])
+@pytest.mark.parametrize(("command", "rate", "steps"), [("main_dpo", 2e-4, 25), ("main_rm", 2e-4, 75)])
 def test_preferences_are_learned_from_the_recipes_model(
     command: str, rate: float, steps: int, recipe_cache: Path, tmp_path: Path
 ) -> None:
