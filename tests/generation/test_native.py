@@ -20,7 +20,6 @@ from transformers import (
     GPT2Config,
     JetMoeConfig,
     LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
     MixtralConfig,
     PreTrainedConfig,
@@ -379,27 +378,6 @@ def test_no_part_but_the_last_repeats_prompts(engine: NativeEngine, monkeypatch:
     whole = rows(engine.generate(request, params))
     monkeypatch.setattr("hydraflow.generation.groups.PREFILL_TOKENS", 11)
     assert rows(engine.generate(request, params)) == whole
-
-
-class AllLogits(LlamaForCausalLM):
-    """A model whose forward takes no `logits_to_keep`."""
-
-    def forward(  # type: ignore[override]
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool = True,
-    ) -> Any:
-        return super().forward(input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache)
-
-
-def test_a_model_that_computes_the_logits_of_all_tokens_samples_from_the_last() -> None:
-    model, request = make(LlamaConfig(**SMALL)), make_request([3, 9, 4], samples=2)
-    expected = rows(NativeEngine(model).generate(request, SamplingParams(max_tokens=6)))
-    model.__class__ = AllLogits
-    assert rows(NativeEngine(model).generate(request, SamplingParams(max_tokens=6))) == expected
 
 
 def test_outputs_can_take_part_in_training(engine: NativeEngine) -> None:
