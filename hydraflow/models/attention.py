@@ -4,9 +4,9 @@ In: query, key and value of shape (1, heads, N, d) and a `RowPlan` with the row 
 d). `register_attention()` makes it known to transformers; models are then built with
 `attn_implementation=NAME`. On a GPU, rows in 16 bits take flash-attn's kernel where it is installed, else
 torch's. In float32 and on a CPU, rows of similar length form one right-padded block, which needs no mask
-tensor, so that each block is one fast call; on a CPU, bfloat16, and float32 from a number of tokens on, use
-plain matrix products (`products.py`). Left out on purpose: dropout, attention soft-capping and sinks (those
-models take the padded path).
+tensor, so that each block is one fast call, or on a CPU plain matrix products where they are faster
+(`products.py`). Left out on purpose: dropout, attention soft-capping and sinks (those models take the padded
+path).
 """
 
 from __future__ import annotations
