@@ -14,8 +14,8 @@ hence the same bits (`generation/lean.py`)."""
 MOST_WEIGHTS = 2**25
 """Maximum size of a matrix for oneDNN in float32, which makes a reordered copy of it."""
 MKL_BLOCK = 384
-"""Inner dimension up to which MKL sums at once with AVX-512. It splits what is left beyond several such
-blocks by the number of rows."""
+"""Inner dimension of the blocks in which MKL sums with AVX-512. Beyond two blocks, how it splits a remainder
+depends on the number of rows."""
 PREFILL_TOKENS = 8192
 """Prompt tokens per forward pass; more would need memory without being faster."""
 FILTERED_LOGITS = 2**23

@@ -273,9 +273,8 @@ class Checkpointer:
             if regular:
                 self.store.point_to(step)
         except OSError:
-            if (
-                self.store.pointer() != step
-            ):  # an earlier start may have saved the step, and moved the pointer
+            # an earlier start may have saved the step, and moved the pointer
+            if self.store.pointer() != step:
                 shutil.rmtree(whole, ignore_errors=True)  # the next one needs the space
             raise
         if regular:
