@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from hydraflow.tracking.base import SAMPLE_COLUMNS, SAMPLE_TABLE, RunInfo, Sample, Tracker, rows_of
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    from torch.utils.tensorboard import FileWriter, SummaryWriter
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +38,12 @@ class TensorboardTracker(Tracker):
         if self._writer is None and time.monotonic() < self._next_try:
             return
 
-        def add(writer: SummaryWriter) -> None:
-            for name, value in metrics.items():
-                writer.add_scalar(name, float(value), global_step=step)
+        from tensorboard.compat.proto.summary_pb2 import Summary
 
-        self._attempt(add)
+        # one event for the step: one for each metric costs milliseconds that the next step would wait for
+        values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
+        step_event = Summary(value=values)
+        self._attempt(lambda writer: cast("FileWriter", writer.file_writer).add_summary(step_event, step))
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Adds the samples as a table of the text dashboard."""
