@@ -75,6 +75,8 @@ class WaveDecoder:
         self._owner = torch.tensor(wave.owner, device=forward.device)
         self._slot = _enough(torch.arange(len(wave.owner), device=forward.device))
         """(B,) index in the wave of each row in the batch."""
+        self._rows: Tensor | slice = slice(None) if len(self._slot) == len(wave.owner) else self._slot
+        """The same for indexing; a slice while these are all rows of the wave in order."""
         self._routes = None if routers is None else WaveRoutes(routers)
 
     def run(
@@ -91,11 +93,11 @@ class WaveDecoder:
         log_probs = torch.empty(rows, params.max_tokens, dtype=torch.float32, device=device)
         logits = self._prefill()
         for step in range(params.max_tokens):
-            uniforms = None if self._draws is None else self._draws.at(step)[self._slot]
+            uniforms = None if self._draws is None else self._draws.at(step)[self._rows]
             token, logp = choose(logits, params, uniforms)
-            tokens[self._slot, step], log_probs[self._slot, step] = token, logp
-            token = tokens[self._slot, step]  # copies of a row share a slot
-            alive = ~ends.note(step, self._slot, token)
+            tokens[self._rows, step], log_probs[self._rows, step] = token, logp
+            token = tokens[self._rows, step]  # copies of a row share a slot
+            alive = ~ends.note(step, self._rows, token)
             left = self._leave(alive)
             if left is not None:
                 alive, token = alive[left], token[left]
@@ -148,7 +150,7 @@ class WaveDecoder:
             stay = _enough(stay)
         if len(stay) == len(alive):  # repeats would take their place
             return None
-        self._slot = self._slot[stay]
+        self._rows = self._slot = self._slot[stay]
         self._select(stay, [group.rows for group in self._groups])
         return stay
 
@@ -166,20 +168,22 @@ class _Ends:
         self.lengths = torch.full((rows,), most, device=tokens.device)
         self.stopped = torch.zeros(rows, dtype=torch.bool, device=tokens.device)
 
-    def note(self, step: int, slot: Tensor, token: Tensor) -> Tensor:
+    def note(self, step: int, slot: Tensor | slice, token: Tensor) -> Tensor:
         """bool (B,) whether each row has ended, given its token of this step. slot: indices in the wave."""
         before = self.stopped[slot]
         ends = torch.isin(token, self._tokens)
         if self._strings:
             ends |= self._end_strings(slot, token)
         self.lengths[slot] = torch.where(ends & ~before, step + 1, self.lengths[slot])
-        self.stopped[slot] = before | ends
-        return before | ends
+        ended = before | ends
+        self.stopped[slot] = ended
+        return ended
 
-    def _end_strings(self, slot: Tensor, token: Tensor) -> Tensor:
+    def _end_strings(self, slot: Tensor | slice, token: Tensor) -> Tensor:
         stopped = self.stopped.tolist()
-        next_tokens = dict(zip(slot.tolist(), token.tolist()))  # a row may occur several times
+        rows: list[int] = list(range(len(stopped))) if isinstance(slot, slice) else slot.tolist()
+        next_tokens = dict(zip(rows, token.tolist()))  # a row may occur several times
         found = {
             row: not stopped[row] and self._strings[row].ends_with(one) for row, one in next_tokens.items()
         }
-        return torch.tensor([found[row] for row in slot.tolist()], dtype=torch.bool, device=token.device)
+        return torch.tensor([found[row] for row in rows], dtype=torch.bool, device=token.device)

@@ -18,7 +18,7 @@ from transformers import Cache, PreTrainedModel
 
 from hydraflow.generation import attention
 from hydraflow.generation.lean import LeanForward, is_known
-from hydraflow.generation.reordered import ReorderingLinear, reordering_linears
+from hydraflow.generation.reordered import KeepsCopy, reordering_linears
 from hydraflow.generation.widths import joint_cache, takes_joint_cache
 from hydraflow.models.config_keys import read
 from hydraflow.models.loading import PLAIN_ATTENTION
@@ -56,8 +56,8 @@ class CachedForward:
             attention.register_attention()
         self._lean: LeanForward | None = None
         """The fused decoding step, created at the first decoded token of a supported model."""
-        self._reordering: Sequence[ReorderingLinear] | None = None
-        """Layers that keep a reordered copy of their weight; None before a wave's first step."""
+        self._keepers: Sequence[KeepsCopy] | None = None
+        """Parts that keep a copy of their weight; None before a wave's first step."""
 
     def step(
         self,
@@ -70,10 +70,10 @@ class CachedForward:
         additive (b, 1, 1, L) if it `pads`. positions: (b, 1) if it `mixes`; else there is one cache."""
         if self._is_lean:
             self._lean = self._lean or LeanForward(self.model)
-        if self._reordering is None:
-            self._reordering = reordering_linears(self.model) if self._lean is None else self._lean.linears
-            for layer in self._reordering:
-                layer.keep_copy()
+        if self._keepers is None:
+            self._keepers = reordering_linears(self.model) if self._lean is None else self._lean.keepers
+            for part in self._keepers:
+                part.keep_copy()
         if self._lean is not None:
             return self._lean(token, caches, masks, torch.cat(positions))  # type: ignore[arg-type]
         if len(caches) == 1:
@@ -84,10 +84,10 @@ class CachedForward:
         return self(token[:, None], cache, unused, torch.cat(positions), 1)[:, 0]  # type: ignore[arg-type]
 
     def drop_copies(self) -> None:
-        """Drops the copies of weights that steps make (`reordered.py`). Call it before weights change."""
-        for layer in self._reordering or ():
-            layer.drop_copy()
-        self._reordering = None
+        """Drops the copies of weights that steps make. Call it before weights change."""
+        for part in self._keepers or ():
+            part.drop_copy()
+        self._keepers = None
 
     def drop_weights(self) -> None:
         """Drops all references to weights, which are about to be replaced."""

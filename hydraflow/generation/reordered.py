@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,17 @@ from torch import Tensor, nn
 from hydraflow.device import cpu_has_bf16, mkl_has_avx512, onednn_product, onednn_reordered
 from hydraflow.models.decoding_sizes import LEAST_ROWS, keeps_bits_transposed
 from hydraflow.models.linear import Linear, is_plain, linear, suits_onednn
+
+
+@runtime_checkable
+class KeepsCopy(Protocol):
+    """What can keep a copy of its weight while the weight does not change."""
+
+    def keep_copy(self) -> None:
+        """From its next use on it has a copy, where that is of use."""
+
+    def drop_copy(self) -> None:
+        """To be called before the weight changes."""
 
 
 class ReorderingLinear(Linear):
@@ -118,6 +130,6 @@ def _transposed(weight: Tensor) -> Tensor:
 
 
 def _by_transposed(x: Tensor, copy: Tensor, bias: Tensor | None) -> Tensor:
-    rows = x.flatten(0, -2)
+    rows = x if x.ndim == 2 else x.flatten(0, -2)
     found = rows @ copy if bias is None else torch.addmm(bias, rows, copy)
-    return found.view(*x.shape[:-1], -1)
+    return found if x.ndim == 2 else found.view(*x.shape[:-1], -1)

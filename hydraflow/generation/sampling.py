@@ -126,33 +126,36 @@ def _choose(logits: Tensor, params: SamplingParams, uniforms: Tensor | None) -> 
     logits = logits if params.temperature == 1 else logits / params.temperature
     most = logits.amax(dim=-1, keepdim=True)
     weights = (logits - most).exp_()  # (B, V)
-    tokens = draw(keep(weights, params.top_k, params.top_p), uniforms)[:, None]
-    logp = (logits.gather(1, tokens) - most).double() - _total(weights).log()
+    sums, kept = _block_sums(weights), keep(weights, params.top_k, params.top_p)
+    tokens = draw(kept, uniforms, sums if kept is weights else None)[:, None]
+    logp = (logits.gather(1, tokens) - most).double() - _total(sums).log()
     return tokens[:, 0], logp[:, 0].float()
 
 
-def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+def draw(weights: Tensor, uniforms: Tensor, sums: Tensor | None = None) -> Tensor:
     """Inverse-CDF sampling: the token (B,) of each row at which the running sum of its weights (B, V) reaches
     the fraction `uniforms`, float64 (B,), of their total; weights are proportional to probabilities. Picks a
     block by the blocks' sums, then a token in it: a running sum over all tokens would take longer than `exp`.
+    `sums`: of the blocks, if they are known.
 
     >>> draw(torch.tensor([[1.0, 0.0, 3.0]]).repeat(3, 1), torch.tensor([0.2, 0.25, 0.999])).tolist()
     [0, 2, 2]
     """
     tokens = weights.shape[1]
     if tokens <= 2 * _BLOCK_TOKENS:
-        return _search(weights, uniforms[:, None])[0][:, 0]
-    block, uniform = _search(_block_sums(weights), uniforms[:, None])
-    places = block * _BLOCK_TOKENS + torch.arange(_BLOCK_TOKENS, device=block.device)
+        return _Search(weights, uniforms[:, None]).found[:, 0]
+    of_blocks = _Search(_block_sums(weights) if sums is None else sums, uniforms[:, None])
+    first = of_blocks.found * _BLOCK_TOKENS
+    places = first + torch.arange(_BLOCK_TOKENS, device=first.device)
     inside = weights.gather(1, places.clamp(max=tokens - 1)).masked_fill_(places >= tokens, 0)
-    chosen = block * _BLOCK_TOKENS + _search(inside, uniform)[0]
+    chosen = first + _Search(inside, of_blocks.inside()).found
     return chosen[:, 0].clamp(max=tokens - 1)  # beyond it only where weights are NaN
 
 
-def _total(weights: Tensor) -> Tensor:
-    """The sum float64 (B, 1) of each row (B, V), by blocks: threads would split the sum of a single long row,
-    and its last bits would depend on that."""
-    return _block_sums(weights).sum(-1, keepdim=True, dtype=torch.float64)
+def _total(sums: Tensor) -> Tensor:
+    """The sum float64 (B, 1) of each row, from those of its blocks: threads would split the sum of a single
+    long row, and its last bits would depend on that."""
+    return sums.sum(-1, keepdim=True, dtype=torch.float64)
 
 
 def _block_sums(weights: Tensor) -> Tensor:
@@ -164,17 +167,24 @@ def _block_sums(weights: Tensor) -> Tensor:
     return torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], dim=1)
 
 
-def _search(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """The index (B, 1) at which the running sum of a row's weights (B, n) reaches the fraction `uniforms`
-    (B, 1) of their total, never one of weight 0; and how far into that weight, from 0 to 1."""
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
-    total = cumulative[:, -1:].contiguous()
-    target = uniforms * total
-    found = torch.searchsorted(cumulative, target, right=True)
-    # rounding may lift the target to the total; NaN sorts beyond it, and log-probabilities are then NaN
-    found = torch.minimum(found, torch.searchsorted(cumulative, total)).clamp_(max=weights.shape[1] - 1)
-    weight = weights.gather(1, found).double()
-    return found, 1 - ((cumulative.gather(1, found) - target) / weight).clamp(0, 1)
+class _Search:
+    """The index at which the running sum of a row's weights (B, n) reaches the fraction `uniforms` (B, 1) of
+    their total."""
+
+    def __init__(self, weights: Tensor, uniforms: Tensor):
+        self._weights, self._cumulative = weights, weights.cumsum(-1, dtype=torch.float64)
+        total = self._cumulative[:, -1:].contiguous()
+        self._target = uniforms * total
+        found = torch.searchsorted(self._cumulative, self._target, right=True)
+        # rounding may lift the target to the total; NaN sorts beyond it, and log-probabilities are then NaN
+        found = torch.minimum(found, torch.searchsorted(self._cumulative, total))
+        self.found = found.clamp_(max=weights.shape[1] - 1)
+        """(B, 1), never one of weight 0."""
+
+    def inside(self) -> Tensor:
+        """How far into the weight that was found the target is, (B, 1) from 0 to 1."""
+        weight = self._weights.gather(1, self.found).double()
+        return 1 - ((self._cumulative.gather(1, self.found) - self._target) / weight).clamp(0, 1)
 
 
 def keep(weights: Tensor, top_k: int, top_p: float) -> Tensor:
@@ -190,7 +200,7 @@ def keep(weights: Tensor, top_k: int, top_p: float) -> Tensor:
         # compared by value, so that ties with the k-th token all stay
         weights = torch.where(weights >= least, weights, 0.0)
     if top_p < 1:
-        least, equal = _least_kept(weights, top_p * _total(weights), _TOP)
+        least, equal = _least_kept(weights, top_p * _total(_block_sums(weights)), _TOP)
         ties = weights == least
         if bool((ties.sum(-1, keepdim=True) > equal).any()):
             ties &= ties.cumsum(-1) <= equal

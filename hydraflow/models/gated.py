@@ -20,7 +20,8 @@ from hydraflow.models import compiled
 from hydraflow.models.gpu_kernels import kernels_for
 from hydraflow.models.norms import steps_of
 
-_SILU = (nn.SiLU, SiLUActivation)
+SILU = (nn.SiLU, SiLUActivation)
+"""The classes of this activation in transformers' models."""
 
 
 def replace_gates(model: nn.Module, *, compile: bool = False) -> None:
@@ -29,7 +30,7 @@ def replace_gates(model: nn.Module, *, compile: bool = False) -> None:
     function = compiled.swiglu if compile else swiglu
     for part in model.modules():
         usual = steps_of(type(part).forward) == steps_of(_as_in_transformers)
-        if usual and "forward" not in vars(part) and isinstance(part.act_fn, _SILU):
+        if usual and "forward" not in vars(part) and isinstance(part.act_fn, SILU):
             part.forward = partial(_forward, part, function)  # type: ignore[method-assign]
 
 

@@ -39,9 +39,17 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         rope_parameters=dict(rope_type="llama3", rope_theta=500.0, factor=4.0)
         | dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16),
     ),
-    "mistral": MistralConfig(**SMALL, sliding_window=None),
+    "llama, rotary tables that depend on the longest row": LlamaConfig(
+        **SMALL, rope_parameters=dict(rope_type="dynamic", rope_theta=500.0, factor=4.0)
+    ),
+    "mistral, a wide MLP": MistralConfig(**SMALL | dict(intermediate_size=128), sliding_window=None),
     "qwen2": Qwen2Config(**{name: value for name, value in SMALL.items() if name != "head_dim"}),
-    "qwen3, gelu": Qwen3Config(**SMALL, tie_word_embeddings=True, hidden_act="gelu"),
+    "qwen3, no powers of two": Qwen3Config(
+        **SMALL | dict(hidden_size=96, intermediate_size=100, head_dim=24)
+    ),
+    "qwen3, gelu": Qwen3Config(
+        **SMALL | dict(intermediate_size=64), tie_word_embeddings=True, hidden_act="gelu"
+    ),
 }
 EXPERTS = SMALL | dict(num_experts_per_tok=2, sliding_window=None)
 MIXTURES: dict[str, PreTrainedConfig] = {
@@ -78,7 +86,7 @@ def test_a_step_is_that_of_the_models_own_forward(
 ) -> None:
     monkeypatch.setattr(openblas, "is_faster", lambda: by_openblas)
     model, request = model_of(name, dtype), make_request([3, 9, 4], samples=6)
-    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)  # more than a first table of rotations
     engine = NativeEngine(model)
     found = engine.generate(request, params)
     assert isinstance(engine._forward._lean, LeanForward)

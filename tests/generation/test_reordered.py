@@ -176,7 +176,7 @@ def test_samples_are_the_same_with_transposed_copies(
     request = make_request([3, 9, 4], samples=6)
     engine = NativeEngine(make(CONFIGS[name]), max_num_seqs=6)
     found = rows(engine.generate(request, PARAMS))
-    assert by_mkl and engine._forward._reordering is None
+    assert by_mkl and engine._forward._keepers is None
     monkeypatch.setattr(ReorderingLinear, "keep_copy", lambda self: None)
     assert found == rows(NativeEngine(make(CONFIGS[name])).generate(request, PARAMS))
 
@@ -186,7 +186,7 @@ def test_an_error_while_sampling_leaves_no_copy(monkeypatch: pytest.MonkeyPatch)
     copied_then: list[bool] = []
 
     def fail_later(*given: Any) -> Any:
-        copied_then.append(any(layer._copy is not None for layer in engine._forward._reordering or ()))
+        copied_then.append(any(layer._copy is not None for layer in engine._forward._keepers or ()))
         if len(copied_then) == 3:
             raise MemoryError
         return choose(*given)
@@ -194,4 +194,4 @@ def test_an_error_while_sampling_leaves_no_copy(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(decode, "choose", fail_later)
     with pytest.raises(MemoryError):
         engine.generate(make_request([5]), PARAMS)
-    assert copied_then == [False, True, True] and engine._forward._reordering is None
+    assert copied_then == [False, True, True] and engine._forward._keepers is None
