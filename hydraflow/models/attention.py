@@ -306,7 +306,7 @@ def _attend_group(
     if products.are_faster(queries):
         mask = _mask(plan, group.width, span or group.width, q.device, torch.float32)
         scale = scale or q.shape[-1] ** -0.5
-        out = products.AttendByProducts.apply(queries, keys, values, scale, mask, group.lengths)
+        out = products.AttendByProducts.apply(queries, keys, values, scale, mask, group.lengths, span)
     else:
         out = F.scaled_dot_product_attention(
             queries,

@@ -3,10 +3,11 @@
 torch's own CPU kernel takes up to five times as long for bfloat16 rows of a few dozen tokens, most of it in
 the backward pass. How it compares for longer rows depends on the processor. On an AMD EPYC it takes half as
 long again for bfloat16 rows of a thousand, a fifth to a half longer for float32 rows of 200 to 1,000, and
-with OpenBLAS (`openblas.py`) from 16 tokens on, up to twice as long. On an Intel Xeon with AMX it takes as
-long for bfloat16 rows of 230, half as long for a thousand, and 55 to 100 % of the time for float32. Scores
-are computed in the forward and again in the backward pass, so that none are kept; keys after a block's last
-query are left out. Scores and probabilities are float32, as in torch's kernel.
+with OpenBLAS (`openblas.py`) from 16 tokens on, up to twice as long. On an Intel Xeon with AMX it takes two
+thirds of the time in the forward pass, and is used there; in the backward pass it takes half as long again
+for bfloat16 rows of 260, as long for 500, and less for float32. Scores are computed again in the backward
+pass, so that none are kept; keys after a block's last query are left out. Scores and probabilities are
+float32, as in torch's kernel.
 
 Legend: B rows, h heads of queries, k heads of keys and values, g = h / k, W tokens of a row, w tokens of a
 block, e keys that it sees, d head dimension.
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hydraflow.device import cpu_has_bf16, mkl_has_avx512
@@ -27,13 +29,13 @@ from hydraflow.models.chunks import chunk_slices, equal_slices
 
 FASTER = {torch.bfloat16: range(1, 2049), torch.float32: range(192, 1025)}
 """Tokens of the rows for which this is faster, measured with one thread."""
-FASTER_ON_INTEL = {torch.bfloat16: range(1, 225)}
-"""The same where MKL has AVX-512."""
+FASTER_ON_INTEL = {torch.bfloat16: range(1, 401)}
+"""The same where MKL has AVX-512; only in the backward pass."""
 FASTER_BY_OPENBLAS = range(16, 2049)
 """The same for float32 by OpenBLAS. Longer rows are faster as well, but need a mask of 64 MiB."""
 _BLOCK = 64
 """Queries of a row that are computed together."""
-_SCORE_BYTES = 2 * 2**20
+_SCORE_BYTES, _SCORE_BYTES_ON_INTEL = 2 * 2**20, 4 * 2**20
 """Bytes of scores that exist at a time; they fit into the caches of one core."""
 
 
@@ -49,10 +51,11 @@ def are_faster(query: Tensor) -> bool:
 
 class AttendByProducts(torch.autograd.Function):
     """Queries (B, h, W, d), keys (B, k, W, d), values (B, k, W, v), scale, an additive causal mask (W, W) of
-    float32 or float64, and the rows' lengths in descending order, to (B, h, W, v).
+    float32 or float64, the rows' lengths in descending order, and the window of the mask, if it has one, to
+    (B, h, W, v).
 
-    Queries that share keys are lines of one matrix, g for each token. Blocks of nothing but padding are not
-    computed: results and gradients there are what was in the memory before.
+    Queries that share keys are lines of one matrix, g for each token. Blocks of nothing but padding need not
+    be computed: results and gradients there are arbitrary.
     """
 
     @staticmethod
@@ -64,13 +67,19 @@ class AttendByProducts(torch.autograd.Function):
         scale: float,
         mask: Tensor,
         lengths: Sequence[int],
+        window: int | None = None,
     ) -> Tensor:
         if not openblas.suits(q):
             q, k, v = (x.contiguous() for x in (q, k, v))  # or torch would copy them block by block
+        dim = v.shape[-1]
+        by_torch = mkl_has_avx512() and window is None and dim == q.shape[-1]
+        if by_torch:
+            of_all = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         q = q.unflatten(1, (k.shape[1], -1))
         ctx.save_for_backward(q, k, v)
         ctx.scale, ctx.mask, ctx.lengths = scale, mask, lengths
-        dim = v.shape[-1]
+        if by_torch:
+            return of_all
         out = torch.empty_like(q) if dim == q.shape[-1] else q.new_empty(*q.shape[:-1], dim)
         for rows, heads, block, seen, _ in _blocks(q, lengths):
             queries = _scaled(q[rows, heads, :, block], scale)
@@ -80,7 +89,7 @@ class AttendByProducts(torch.autograd.Function):
         return out.flatten(1, 2)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = ctx.saved_tensors
         mask, (shared, width) = ctx.mask, q.shape[2:4]
         grad = grads[0] if openblas.suits(q) else grads[0].contiguous()
@@ -108,7 +117,7 @@ class AttendByProducts(torch.autograd.Function):
             else:
                 to_k[rows, heads, seen] += of_k
                 to_v[rows, heads, seen] += of_v
-        return to_q.flatten(1, 2), to_k.to(k.dtype), to_v.to(v.dtype), None, None, None
+        return to_q.flatten(1, 2), to_k.to(k.dtype), to_v.to(v.dtype), None, None, None, None
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -143,11 +152,12 @@ def _blocks(q: Tensor, lengths: Sequence[int]) -> Iterator[tuple[slice, slice, s
     whether this is the first block of these rows; a row's last queries first. q: (B, k, g, W, d)."""
     _, heads, shared, width, _ = q.shape
     of_head = 4 * shared * min(width, _BLOCK) * width
+    at_a_time = _SCORE_BYTES_ON_INTEL if mkl_has_avx512() else _SCORE_BYTES
     ends = [min(width, -(-one // _BLOCK) * _BLOCK) for one in lengths]
     for end, run in itertools.groupby(range(len(ends)), ends.__getitem__):
         first, *others = run
-        rows = equal_slices(1 + len(others), max(1, _SCORE_BYTES // (of_head * heads)))
-        for some, of_keys in itertools.product(rows, chunk_slices(heads, max(1, _SCORE_BYTES // of_head))):
+        rows = equal_slices(1 + len(others), max(1, at_a_time // (of_head * heads)))
+        for some, of_keys in itertools.product(rows, chunk_slices(heads, max(1, at_a_time // of_head))):
             of_rows = slice(first + some.start, first + some.stop)
             for start in range(0, end, _BLOCK)[::-1]:
                 stop = min(end, start + _BLOCK)
