@@ -4,8 +4,9 @@ In: the sampled tokens, the caches of rows of one or more lengths, additive mask
 CPU bit-identical to those of the model's own forward with our attention: a matrix product of a few dozen
 columns or more has the same bits as part of a larger one. Only attention is computed for each cache alone.
 Queries, keys and values are one product, and so are gate and up. The model's own weights become views of the
-joined ones, so weight updates write into these directly. Left out on purpose: prompts, and models of any
-other class, which run their own forward (`forward.py`).
+joined ones, so weight updates write into these directly. What is the same in every step of a wave, such as
+the rotations of positions, is computed once and kept until the wave ends. Left out on purpose: prompts, and
+models of any other class, which run their own forward (`forward.py`).
 
 Legend: B rows, H hidden size, h heads of queries, k heads of keys and values, d head dimension, L tokens so
 far.

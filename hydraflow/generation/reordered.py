@@ -130,6 +130,6 @@ def _transposed(weight: Tensor) -> Tensor:
 
 
 def _by_transposed(x: Tensor, copy: Tensor, bias: Tensor | None) -> Tensor:
-    rows = x if x.ndim == 2 else x.flatten(0, -2)
-    found = rows @ copy if bias is None else torch.addmm(bias, rows, copy)
-    return found if x.ndim == 2 else found.view(*x.shape[:-1], -1)
+    if x.ndim != 2:
+        return _by_transposed(x.flatten(0, -2), copy, bias).view(*x.shape[:-1], -1)
+    return x @ copy if bias is None else torch.addmm(bias, x, copy)

@@ -16,7 +16,8 @@ block, e keys that it sees, d head dimension.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,24 +28,39 @@ from hydraflow.device import cpu_has_bf16, mkl_has_avx512
 from hydraflow.models import openblas
 from hydraflow.models.chunks import chunk_slices, equal_slices
 
-FASTER = {torch.bfloat16: range(1, 2049), torch.float32: range(192, 1025)}
-"""Tokens of the rows for which this is faster, measured with one thread."""
-FASTER_ON_INTEL = {torch.bfloat16: range(1, 401)}
-"""The same where MKL has AVX-512; only in the backward pass."""
+
+@dataclass(frozen=True)
+class Measured:
+    """What is fastest on a kind of processor, measured with one thread."""
+
+    faster: Mapping[torch.dtype, range]
+    """Tokens of the rows for which this is faster than torch's kernel."""
+    score_bytes: int
+    """Bytes of scores that exist at a time; they fit into the caches of one core."""
+    forward_by_torch: bool = False
+    """Leave the forward pass to torch's kernel."""
+
+
+ON_INTEL = Measured({torch.bfloat16: range(1, 401)}, 4 * 2**20, forward_by_torch=True)
+"""Where MKL has AVX-512."""
+ELSEWHERE = Measured({torch.bfloat16: range(1, 2049), torch.float32: range(192, 1025)}, 2 * 2**20)
 FASTER_BY_OPENBLAS = range(16, 2049)
-"""The same for float32 by OpenBLAS. Longer rows are faster as well, but need a mask of 64 MiB."""
+"""Tokens of float32 rows for which this is faster by OpenBLAS. Longer rows are faster as well, but need a
+mask of 64 MiB."""
 _BLOCK = 64
 """Queries of a row that are computed together."""
-_SCORE_BYTES, _SCORE_BYTES_ON_INTEL = 2 * 2**20, 4 * 2**20
-"""Bytes of scores that exist at a time; they fit into the caches of one core."""
+
+
+def measured() -> Measured:
+    """What was measured on this kind of processor."""
+    return ON_INTEL if mkl_has_avx512() else ELSEWHERE
 
 
 def are_faster(query: Tensor) -> bool:
     """Whether to attend by products: query (B, h, W, d)."""
     if openblas.suits(query) and query.shape[2] in FASTER_BY_OPENBLAS:
         return True
-    ranges = FASTER_ON_INTEL if mkl_has_avx512() else FASTER
-    if query.device.type != "cpu" or query.shape[2] not in ranges.get(query.dtype, ()):
+    if query.device.type != "cpu" or query.shape[2] not in measured().faster.get(query.dtype, ()):
         return False
     return query.dtype != torch.bfloat16 or cpu_has_bf16()
 
@@ -67,19 +83,17 @@ class AttendByProducts(torch.autograd.Function):
         scale: float,
         mask: Tensor,
         lengths: Sequence[int],
-        window: int | None = None,
+        window: int | None,
     ) -> Tensor:
         if not openblas.suits(q):
             q, k, v = (x.contiguous() for x in (q, k, v))  # or torch would copy them block by block
-        dim = v.shape[-1]
-        by_torch = mkl_has_avx512() and window is None and dim == q.shape[-1]
-        if by_torch:
-            of_all = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-        q = q.unflatten(1, (k.shape[1], -1))
-        ctx.save_for_backward(q, k, v)
+        lines = q.unflatten(1, (k.shape[1], -1))
+        ctx.save_for_backward(lines, k, v)
         ctx.scale, ctx.mask, ctx.lengths = scale, mask, lengths
-        if by_torch:
-            return of_all
+        dim = v.shape[-1]
+        if measured().forward_by_torch and window is None and dim == q.shape[-1]:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        q = lines
         out = torch.empty_like(q) if dim == q.shape[-1] else q.new_empty(*q.shape[:-1], dim)
         for rows, heads, block, seen, _ in _blocks(q, lengths):
             queries = _scaled(q[rows, heads, :, block], scale)
@@ -152,7 +166,7 @@ def _blocks(q: Tensor, lengths: Sequence[int]) -> Iterator[tuple[slice, slice, s
     whether this is the first block of these rows; a row's last queries first. q: (B, k, g, W, d)."""
     _, heads, shared, width, _ = q.shape
     of_head = 4 * shared * min(width, _BLOCK) * width
-    at_a_time = _SCORE_BYTES_ON_INTEL if mkl_has_avx512() else _SCORE_BYTES
+    at_a_time = measured().score_bytes
     ends = [min(width, -(-one // _BLOCK) * _BLOCK) for one in lengths]
     for end, run in itertools.groupby(range(len(ends)), ends.__getitem__):
         first, *others = run

@@ -19,25 +19,34 @@ def on_any_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "mkl_has_avx512", lambda: False)
 
 
-def leaves(rows: int, width: int, kv: int) -> list[torch.Tensor]:
+def leaves(rows: int, width: int, kv: int, wider: int = 2) -> list[torch.Tensor]:
+    """Values are `wider` than keys."""
     draw = torch.Generator().manual_seed(0)
-    sizes = [(rows, width, heads, dim) for heads, dim in ((HEADS, DIM), (kv, DIM), (kv, DIM + 2))]
+    sizes = [(rows, width, heads, dim) for heads, dim in ((HEADS, DIM), (kv, DIM), (kv, DIM + wider))]
     made = [torch.randn(size, generator=draw, dtype=torch.float64) for size in sizes]
     return [one.transpose(1, 2).requires_grad_() for one in made]
 
 
 @pytest.mark.parametrize("block", [64, 9, 4, 1])
 @pytest.mark.parametrize("at_a_time", [1, 2**22])
-@pytest.mark.parametrize(("kv", "window"), [(4, 9), (2, 9), (1, 9), (2, 3)])
+@pytest.mark.parametrize(("kv", "window"), [(4, None), (2, None), (1, None), (2, 3)])
+@pytest.mark.parametrize(("by_torch", "wider"), [(False, 2), (True, 0), (True, 2)])
 def test_results_and_gradients_are_those_of_torch(
-    kv: int, window: int, at_a_time: int, block: int, monkeypatch: pytest.MonkeyPatch
+    kv: int,
+    window: int | None,
+    at_a_time: int,
+    block: int,
+    by_torch: bool,
+    wider: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(products, "_SCORE_BYTES", at_a_time)
+    """Also where torch's kernel computes the forward pass, if it can."""
+    monkeypatch.setattr(products, "ELSEWHERE", products.Measured({}, at_a_time, by_torch))
     monkeypatch.setattr(products, "_BLOCK", block)
-    q, k, v = leaves(3, 9, kv)
-    seen = torch.ones(9, 9, dtype=torch.bool).tril().triu(1 - window)
+    q, k, v = leaves(3, 9, kv, wider)
+    seen = torch.ones(9, 9, dtype=torch.bool).tril().triu(1 - (window or 9))
     mask = torch.zeros(9, 9, dtype=torch.float64).masked_fill(~seen, -torch.inf)
-    found = products.AttendByProducts.apply(q, k, v, 0.3, mask, [9] * 3)
+    found = products.AttendByProducts.apply(q, k, v, 0.3, mask, [9] * 3, window)
     wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=kv < HEADS)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     grad = torch.randn_like(wanted)
@@ -50,7 +59,7 @@ def test_results_and_gradients_are_those_of_torch(
 @pytest.mark.parametrize("at_a_time", [1, 2**22])
 def test_blocks_of_padding_are_left_out(at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a row's own tokens have the results and gradients that they have without padding."""
-    monkeypatch.setattr(products, "_SCORE_BYTES", at_a_time)
+    monkeypatch.setattr(products, "ELSEWHERE", products.Measured({}, at_a_time))
     monkeypatch.setattr(products, "_BLOCK", 4)
     lengths = (9, 8, 5, 1)
     computed = torch.zeros(4, 2, 2, 9)
@@ -62,7 +71,7 @@ def test_blocks_of_padding_are_left_out(at_a_time: int, monkeypatch: pytest.Monk
     def found(rows: slice, width: int, lengths: tuple[int, ...]) -> list[torch.Tensor]:
         tensors = [one.detach()[rows, :, :width].requires_grad_() for one in leaves(4, 9, 2)]
         mask = torch.full((width, width), -torch.inf, dtype=torch.float64).triu(1)
-        out = products.AttendByProducts.apply(*tensors, 0.3, mask, lengths)
+        out = products.AttendByProducts.apply(*tensors, 0.3, mask, lengths, None)
         real = torch.zeros(out.shape[0], 1, width, 1, dtype=torch.bool)
         for row, length in enumerate(lengths):
             real[row, :, :length] = True
@@ -116,7 +125,7 @@ def test_rows_in_float32_are_as_exact_as_in_torchs_kernel(
 ) -> None:
     """And the longest row of a group has the same bits alone."""
     monkeypatch.setattr(openblas, "is_faster", lambda: by_openblas)
-    long = products.FASTER_BY_OPENBLAS[0] if by_openblas else products.FASTER[torch.float32][0]
+    long = products.FASTER_BY_OPENBLAS[0] if by_openblas else products.ELSEWHERE.faster[torch.float32][0]
     lengths = [long, 5, long, long + 70, 40]
     draw = torch.Generator().manual_seed(1)
     exact = [torch.randn(sum(lengths), heads, 32, generator=draw, dtype=torch.float64) for heads in (4, 2, 2)]
@@ -145,7 +154,7 @@ def test_rows_in_float32_are_as_exact_as_in_torchs_kernel(
 @pytest.mark.parametrize("scale", [None, 0.2])
 def test_layers_of_several_windows_share_a_plan(scale: float | None) -> None:
     """By products in float32, and by torch's kernel in float64; values are wider than keys."""
-    lengths = torch.tensor([products.FASTER[torch.float32][0], 40, 9]).numpy()
+    lengths = torch.tensor([products.ELSEWHERE.faster[torch.float32][0], 40, 9]).numpy()
     draw = torch.Generator().manual_seed(2)
     sizes = ((HEADS, DIM), (2, DIM), (2, DIM + 2))
     tensors = [torch.randn(lengths.sum(), *size, generator=draw, dtype=torch.float64) for size in sizes]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.compat.tensorflow_stub.io import gfile
 
 from hydraflow.tracking.base import RunInfo
@@ -27,6 +28,15 @@ def test_steps_after_the_checkpoint_are_hidden(tmp_path: Path) -> None:
         *[(0, 0.0), (1, 1.0), (2, 2.0)],
         *[(3, 13.0), (4, 14.0), (5, 15.0), (6, 16.0)],
     ]
+
+
+def test_a_step_is_one_event_whatever_the_number_of_metrics(tmp_path: Path) -> None:
+    with open_trackers(["tensorboard"], RunInfo(tmp_path)) as trackers:
+        for step in range(3):
+            trackers.log({f"loss/{number}": number / 2 for number in range(5)}, step)
+    [file] = (tmp_path / "tensorboard").iterdir()
+    found = [event for event in EventFileLoader(str(file)).Load() if event.summary.value]
+    assert [(event.step, len(event.summary.value)) for event in found] == [(0, 5), (1, 5), (2, 5)]
 
 
 @pytest.mark.filterwarnings(
